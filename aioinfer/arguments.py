@@ -31,6 +31,7 @@ _SECTIONS = ("model", "cache", "scheduler", "parallel", "chat", "pooling")
 #: vLLM's names of other keys.
 _KEYS = {
     "async_scheduling": "scheduler.plan_ahead",
+    "cpu_offload_gb": "model.offload_gb",
     "distributed_executor_backend": "parallel.executor",
     "enable_expert_parallel": "parallel.expert_parallel",
     "enable_sleep_mode": "model.sleep_mode",
@@ -59,7 +60,6 @@ _VALUES: dict[str, dict[Any, str]] = {
 }
 #: vLLM's arguments that change nothing here, with the values for which that holds.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "cpu_offload_gb": (0,),
     "disable_cascade_attn": (False, True),
     "disable_custom_all_reduce": (True, False),
     "disable_log_stats": (True, False),

@@ -78,6 +78,12 @@ class ModelConfig:
         "CPU a model sleeps without it.",
         False,
     )
+    offload_gb: float = key(
+        "GiB of weights, at least, that each worker has in pinned memory of the host and not on "
+        "its GPU. Each step copies them, one layer ahead (docs/offload.md). For GPUs alone.",
+        0.0,
+        minimum=0.0,
+    )
     seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
     sampling: dict[str, Any] = key(
         "Sampling parameters of requests that bring none, over the model's "

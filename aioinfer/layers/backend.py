@@ -17,6 +17,7 @@ from aioinfer.layers.state_rows import SavedInputs
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
     from aioinfer.layers.adapters.slots import AdapterSlots
+    from aioinfer.layers.transfers import Offload
 
 
 class Scratch:
@@ -61,6 +62,7 @@ class Backend:
             bound.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
         adapters: the adapters on the device; None where there are none.
+        offload: what a model that is made is to have on the host; None for nothing.
         wants_mtp: whether the model is to have its head that predicts further tokens.
         wants_embedding: whether the last stage of a pipeline has the embedding, too, since a
             drafter reads it.
@@ -84,6 +86,7 @@ class Backend:
     saved_rows: tuple[int, int] = (0, 0)
     cascade: bool = False
     adapters: AdapterSlots | None = None
+    offload: Offload | None = None
     wants_mtp: bool = False
     wants_embedding: bool = False
     all_reduce: AllReduce | None = None

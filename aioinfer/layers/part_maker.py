@@ -60,7 +60,7 @@ _Preparable = TypeVar("_Preparable", bound=Preparable)
 _Converted = TypeVar("_Converted", bound=Converted)
 
 
-class _Made:
+class Made:
     """What a `PartMaker` has made, in order: `layers` with parameters, layers `to_prepare` before
     these are finalized, parts that may be `converted`, and checkpoint modules that are
     `elsewhere`, on other ranks."""
@@ -108,7 +108,7 @@ class PartMaker:
         self.norm_eps = norm_eps
         self.quantization = quantization
         self.is_transposed = False
-        self._made = _Made()
+        self._made = Made()
         self._max_len, self._served_len = max_len, served_len
         self._tables: dict[Any, RotaryTable] = {}
 
@@ -267,6 +267,28 @@ class PartMaker:
         """Forgets a layer that this rank does not need."""
         self._made.layers = [kept for kept in self._made.layers if kept is not layer]
 
+    @contextmanager
+    def apart(self) -> Iterator[Made]:
+        """Context in which what is made is entered in an object of its own, too, which it
+        yields."""
+        whole, self._made = self._made, Made()
+        try:
+            yield self._made
+        finally:
+            own, self._made = self._made, whole
+            whole.layers += own.layers
+            whole.to_prepare += own.to_prepare
+            whole.converted += own.converted
+            whole.elsewhere |= own.elsewhere
+
+    def without(self, groups: Sequence[Made]) -> Made:
+        """Returns what has been made and is in none of `groups`."""
+        rest = Made()
+        for name in ("layers", "to_prepare", "converted"):
+            others = {id(each) for group in groups for each in getattr(group, name)}
+            setattr(rest, name, [e for e in getattr(self._made, name) if id(e) not in others])
+        return rest
+
     @property
     def loadable(self) -> Sequence[Loadable]:
         """The layers with parameters."""
@@ -285,7 +307,7 @@ class PartMaker:
         first = ParallelGroup(0, self.backend.group.size)
         meta = torch.device("meta")
         self.backend = replace(self.backend, device=meta, group=first, adapters=None)
-        self._made, self._tables = _Made(), {}
+        self._made, self._tables = Made(), {}
         measured: list[tuple[str, WeightShard]] = []
         try:
             yield measured
@@ -293,25 +315,26 @@ class PartMaker:
         finally:
             self.backend, self._made, self._tables = kept
 
-    def finalize(self) -> int:
-        """Prepares all loaded weights for the device. Returns by how many bytes they grew:
-        dequantized weights take more than before, or less in float16.
+    def finalize(self, made: Made | None = None) -> int:
+        """Prepares loaded weights, by default all, for the device. Returns by how many bytes they
+        grew: dequantized weights take more than before, or less in float16.
 
         Weights that are repacked are prepared in as many threads as there are, since one thread
         repacks each."""
+        made = made or self._made
         is_affine = self.quantization is not None and self.quantization.has_affine
         threads = torch.get_num_threads() if is_affine and has_half_products(self.backend) else 1
-        stored = [_stored_bytes(one) for one in self._made.converted]
-        for layer in self._made.to_prepare:
+        stored = [_stored_bytes(one) for one in made.converted]
+        for layer in made.to_prepare:
             layer.finalize()
         if threads == 1:
-            for kept in self._made.layers:
+            for kept in made.layers:
                 kept.finalize()
         else:
             with ThreadPoolExecutor(threads, "weights") as pool:
-                for _ in pool.map(lambda layer: layer.finalize(), self._made.layers):
+                for _ in pool.map(lambda layer: layer.finalize(), made.layers):
                     pass
-        return sum(map(_growth, self._made.converted, stored))
+        return sum(map(_growth, made.converted, stored))
 
     def describe_weights(self) -> str:
         """Returns how weights are quantized, for the start-up table; "" if they are not."""

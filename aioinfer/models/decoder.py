@@ -6,7 +6,7 @@ models that are built from our layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +28,13 @@ from aioinfer.layers.step import Step
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.mtp import MtpHead
-from aioinfer.models.stages import divide_layers, measure_layers, step_bytes, whole_bytes
+from aioinfer.models.stages import (
+    divide_layers,
+    make_layers,
+    measure_layers,
+    step_bytes,
+    whole_bytes,
+)
 from aioinfer.models.text_model import is_other_part
 from aioinfer.models.vision.tower import Tower
 
@@ -279,7 +285,8 @@ class DecoderModel(BuiltModel):
         #: Tensors of the checkpoint that this rank need not load, since other stages do.
         self._elsewhere: set[str] = set()
         self._select_layers(config, layer, embedding)
-        self.layers = [layer(number) for number in self.layer_numbers]
+        made = make_layers(make, layer, self.layer_numbers, config.num_layers)
+        self.layers, self.offloaded = made
         self._connect_readers()
         self.has_rotary_sections = make.has_rotary_sections
         # all layers but the model's last
@@ -424,6 +431,8 @@ class DecoderModel(BuiltModel):
         parts = [computed, self._make.describe_weights()]
         if self._has_other_parts:
             parts.append("pictures are not read" if self.tower is None else "pictures are read")
+        if self.offloaded is not None:
+            parts.append(self.offloaded.describe())
         return "; ".join(filter(None, parts))
 
     def plan(self, step: Step) -> None:
@@ -471,7 +480,10 @@ class DecoderModel(BuiltModel):
         else:
             given = received if out is None or has_side else out.copy_(received)
             stream = ResidualStream.unpacked(given, self.hidden_size, self.backend)
-        for number, layer in zip(self.layer_numbers, self._first_layers[:num_layers], strict=False):
+        layers: Iterable[Layer] = self._first_layers[:num_layers]
+        if self.offloaded is not None:
+            layers = self.offloaded.passed(self._first_layers[:num_layers])
+        for layer, number in zip(layers, self.layer_numbers, strict=False):
             self._tap(number, stream, step)
             layer(stream, step)
             if step.pictures is not None:

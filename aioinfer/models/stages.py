@@ -1,5 +1,5 @@
 """Division of a model's layers among the stages of a pipeline, so that a decode step takes each
-stage about as long.
+stage about as long; and the making of a stage's layers, of which some may be offloaded.
 
 The cost of a layer is the bytes that it reads in a step of many requests (`step_bytes`): its
 weights, and the keys and values of `STEP_KEYS` tokens. The head reads its weight alone, and the
@@ -15,7 +15,9 @@ from math import inf, prod
 from typing import Generic, NamedTuple, TypeVar
 
 from aioinfer.ipc.kv_spec import KVSpec, StateSpec
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.offload import OffloadedLayers, choose_layers
 from aioinfer.layers.shards import NamedShards
 
 L = TypeVar("L")
@@ -116,3 +118,22 @@ def measure_layers(
         nbytes = sum(shard.destination.nbytes for _, shard in measured)
         layers.append(MeasuredLayer(made, nbytes, tuple(name for name, _ in measured)))
     return layers
+
+
+def make_layers(
+    make: LayerMaker, layer: Callable[[int], Layer], numbers: range, num_layers: int
+) -> tuple[list[Layer], OffloadedLayers | None]:
+    """Makes the layers `numbers` of a model. Returns them, and those that are offloaded, which have
+    no memory of their own until they are loaded. Raises `ConfigError` if there are too few."""
+    offload = make.backend.offload
+    if offload is None:
+        return [layer(number) for number in numbers], None
+    measured = measure_layers(make, layer, num_layers)
+    chosen = choose_layers([measured[number].nbytes for number in numbers], offload.nbytes)
+    offloaded, layers = OffloadedLayers(offload.transfers), []
+    for index, number in enumerate(numbers):
+        with make.apart() as made:
+            layers.append(layer(number))
+        if index in chosen:
+            offloaded.release(layers[-1], made)
+    return layers, offloaded

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,10 @@ class LoadedModel(Protocol):
 
     def is_unused(self, name: str) -> bool:
         """Whether a checkpoint may have a tensor that this rank does not need."""
+        ...
+
+    def rewriting(self, layer: Loadable) -> AbstractContextManager[None]:
+        """Context in which a layer is loaded again."""
         ...
 
 
@@ -249,9 +254,10 @@ class WeightUpdate:
 
     def _load(self, form: LayerForm, stored: Callable[[str, WeightShard], Any]) -> None:
         if form.shards:
-            for name, shard in form.begin():
-                copy_part(stored(name, shard), name, shard)
-            form.layer.finalize()
+            with self._model.rewriting(form.layer):
+                for name, shard in form.begin():
+                    copy_part(stored(name, shard), name, shard)
+                form.layer.finalize()
 
     def _finish_tied(self) -> None:
         """Finalizes layers that have no tensors of their own, a head that is tied to the

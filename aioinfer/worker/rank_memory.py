@@ -17,36 +17,23 @@ the model refers to, and the tensors that it finds get other memory, in place.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import threading
-import types
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from aioinfer.errors import WorkerCallError
-from aioinfer.layers.adapters.slots import AdapterSlots
-from aioinfer.layers.adapters.tokens import AdapterTokens
-from aioinfer.layers.backend import Backend
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.tensor_memory import find_tensors, group_by_storage, move_tensors, padded
 from aioinfer.worker.host_blocks import pin, unpin
 from aioinfer.worker.memory import make_kv
 from aioinfer.worker.virtual_memory import CHUNK_BYTES, VirtualMemory
 
 #: What may sleep and wake by itself, in the order of waking.
 TAGS = ("weights", "kv_cache")
-#: Where tensors begin in a range, in bytes: kernels load 128 bits at a time, and TMA needs 128.
-_ALIGNMENT = 512
-#: What models refer to and does not belong to them.
-_FOREIGN = (
-    Backend, ParallelGroup, AdapterSlots, AdapterTokens, type, types.ModuleType, weakref.ref
-)  # fmt: skip
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 _MADV_DONTNEED = 4
 
 
@@ -119,7 +106,7 @@ class VirtualRankMemory(RankMemory):
         groups = [
             each for each in group_by_storage(find_tensors(owners)) if each[0].device == self.device
         ]
-        self._used = sum(_padded(group[0].untyped_storage().nbytes()) for group in groups)
+        self._used = sum(padded(group[0].untyped_storage().nbytes()) for group in groups)
         self._weights = weights = VirtualMemory(self._used, self.device)
         weights.map(1)
         memory, begin, left = weights.tensor(), 0, 0
@@ -129,7 +116,7 @@ class VirtualRankMemory(RankMemory):
             weights.map(min(begin + size, weights.nbytes))
             move_tensors(group, memory, begin)
             self._places.append((begin, begin + size))
-            begin, left = begin + _padded(size), left + size
+            begin, left = begin + padded(size), left + size
             del group
             if left > CHUNK_BYTES:
                 torch.cuda.empty_cache()  # the memory that was left
@@ -230,81 +217,8 @@ class VirtualRankMemory(RankMemory):
             raise WorkerCallError(f"there is no memory to wake up the {tag}: {error}") from error
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def make_rank_memory(device: torch.device, *, sleeps: bool) -> RankMemory | None:
     """Returns the memory of a rank; None on a GPU where it is not to sleep."""
     if device.type == "cpu":
         return RankMemory(device)
     return VirtualRankMemory(device) if sleeps else None
-
-
-# ---------------------------------------------------------------- tensors of a model
-
-
-def find_tensors(owners: Iterable[object]) -> list[torch.Tensor]:
-    """Returns all tensors that objects refer to, directly or through other objects: through
-    attributes, containers, closures and bound arguments, but not through `_FOREIGN` ones."""
-    seen: set[int] = set()
-    found: list[torch.Tensor] = []
-    stack: list[Any] = list(owners)[::-1]
-    while stack:
-        each = stack.pop()
-        if isinstance(each, _PLAIN) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif not isinstance(each, _FOREIGN):
-            stack.extend(_referents(each))
-    return found
-
-
-def _referents(owner: Any) -> Iterator[Any]:
-    """Yields what an object refers to."""
-    if isinstance(owner, dict):
-        yield from owner.values()
-    elif isinstance(owner, list | tuple | set | frozenset):
-        yield from owner
-    elif isinstance(owner, functools.partial):
-        yield from (owner.func, owner.args, owner.keywords)
-    elif isinstance(owner, types.MethodType):
-        yield owner.__self__
-    elif isinstance(owner, types.FunctionType):
-        for cell in owner.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # not set yet
-                continue
-    else:
-        yield from getattr(owner, "__dict__", {}).values()
-        for kind in type(owner).__mro__:
-            slots = getattr(kind, "__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                yield getattr(owner, name, None)
-
-
-def group_by_storage(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns the tensors that have memory, those that share any together."""
-    groups: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided and tensor.device.type != "meta":
-            address = tensor.untyped_storage().data_ptr()
-            if address:
-                groups.setdefault(address, []).append(tensor)
-    return list(groups.values())
-
-
-@torch.inference_mode()
-def move_tensors(group: Sequence[torch.Tensor], memory: torch.Tensor, begin: int) -> None:
-    """Moves tensors that share a storage to `memory` (uint8 [n]), from byte `begin` on: each stays
-    the same object, with the same values."""
-    storage = group[0].untyped_storage()
-    old = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    memory[begin : begin + len(old)].copy_(old)
-    for tensor in group:
-        offset = tensor.storage_offset() + begin // tensor.itemsize
-        shape, strides = tensor.shape, tensor.stride()
-        tensor.set_(memory.untyped_storage(), offset, shape, strides)

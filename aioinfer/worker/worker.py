@@ -27,6 +27,7 @@ from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.layers.transfers import Offload, Transfers
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
@@ -258,8 +259,11 @@ class Worker(CalledWorker):
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             adapters = self._backend.adapters = self._make_adapters(dtype)
+            offload = self._backend.offload = self._make_offload()
             self.model = build_model(folder, self._backend, config.model, config.media)
-            self._backend.adapters = None  # a drafter has none
+            self._backend.adapters = self._backend.offload = None  # a drafter has none
+            if offload is not None and getattr(self.model, "offloaded", None) is None:
+                raise ConfigError("model.offload_gb: only layers of decoders can be offloaded")
             drafter = build_drafter(config, self.model, served_len)
         self._drafter: Drafter | None = None
         self._drafter_specs: Sequence[Sequence[KVSpec]] = ()
@@ -285,6 +289,29 @@ class Worker(CalledWorker):
             with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
                 adapters.allocate(self._config.max_step_tokens)
             self._backend.adapters = adapters
+
+    def _make_offload(self) -> Offload | None:
+        """Returns what is to be offloaded, if anything is. Raises `ConfigError` where that cannot
+        be."""
+        config, backend = self._config, self._backend
+        nbytes = int(config.model.offload_gb * 2**30)
+        if not nbytes:
+            return None
+        if backend.expert_group is not None:
+            raise ConfigError("model.offload_gb: not with experts that engines have in common")
+        transfers = self._make_transfers()
+        # a dependent launch may read weights before the event that it waits for; and products would
+        # be timed with copies beside them
+        backend.pdl = False
+        return Offload(nbytes, transfers)
+
+    def _make_transfers(self) -> Transfers:
+        """Returns the copies of offloaded weights. Raises `ConfigError` on a CPU."""
+        if self.device.type == "cpu":
+            raise ConfigError("model.offload_gb: on a CPU all weights are in memory of the host")
+        from aioinfer.worker.weight_transfers import GpuTransfers
+
+        return GpuTransfers(self.device)
 
     def _make_adapters(self, dtype: torch.dtype) -> AdapterSlots | None:
         """Returns the slots of adapters, if there are any, for the model that is made next."""

@@ -16,6 +16,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
+from aioinfer.layers.transfers import Offload
 from aioinfer.models.registry import NO_MEDIA, build_model
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.paged_model import make_step, model_options
@@ -34,11 +35,12 @@ class Bound:
         expert_parallel: bool = False, quantization: str = "auto",
         expert_placement: ExpertPlacement | None = None, num_adapters: int = 0,
         has_adapted_experts: bool = False, media: MediaConfig = NO_MEDIA,
+        offload: Offload | None = None,
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(
             CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel,
-            expert_placement=expert_placement or ExpertPlacement(),
+            expert_placement=expert_placement or ExpertPlacement(), offload=offload,
         )  # fmt: skip
         if num_adapters:
             self.backend.adapters = AdapterSlots(
