@@ -313,8 +313,9 @@ class DecoderModel(BuiltModel):
         `ConfigError` if its embeddings go into more layers than the first stage has."""
         if tower.num_deep > len(self._first_layers):
             raise ConfigError(
-                f"pictures go into {tower.num_deep} layers, of which the first pipeline stage has "
-                f"{len(self._first_layers)}: it needs all of them, and the model one more"
+                f"pictures go into {tower.num_deep} layers, which must be in the first pipeline "
+                "stage and not the model's last: set parallel.pipeline_parallel_size lower, or "
+                "media.max_pictures to 0 for texts alone"
             )
         self.tower = self._make.keep(tower)
         self.weights_bytes += sum(shard.destination.nbytes for _, shard in tower.weight_shards())
