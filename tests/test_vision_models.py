@@ -13,8 +13,12 @@ import torch
 from PIL import Image
 
 from aioinfer.config import MediaConfig, ModelConfig
+from aioinfer.errors import ConfigError
 from aioinfer.features.pictures.planning import Planning
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.llm import LLM, Output
+from aioinfer.models.registry import build_model
 from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import SamplingParams
 from tests.vision_models import (
@@ -209,6 +213,13 @@ def test_two_stages(saved: Saved) -> None:
     settings = {"parallel.executor": "multiprocess", "parallel.pipeline_parallel_size": 2}
     with opened(saved, **settings, **budget(saved, 24)) as llm:
         check(saved, TURNS, chat(llm, TURNS))
+
+
+@pytest.mark.parametrize("saved", ["qwen3_vl"], indirect=True)
+def test_layers_that_pictures_go_into_are_of_the_first_stage(saved: Saved) -> None:
+    backend = Backend(torch.device("meta"), torch.float32, ParallelGroup.single(), num_stages=3)
+    with pytest.raises(ConfigError, match="must be in the first pipeline stage"):
+        build_model(saved.folder, backend, media=MediaConfig())
 
 
 @ONE

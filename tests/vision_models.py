@@ -203,6 +203,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
             "image_processor_type": "CLIPImageProcessor",
         },
     ),
+    "llava_next": (
+        "LlavaNextForConditionalGeneration",
+        {"model_type": "mistral", "sliding_window": None},
+        {
+            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24, "patch_size": 8,
+            "initializer_range": 0.2,
+        },
+        {"image_token_index": IMAGE, "image_grid_pinpoints": _RESOLUTIONS},
+        {
+            "size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24},
+            "image_grid_pinpoints": _RESOLUTIONS, "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.6, 0.4], "image_processor_type": "LlavaNextImageProcessor",
+        },
+    ),
     "llava_onevision": (
         "LlavaOnevisionForConditionalGeneration",
         {"model_type": "qwen2"},

@@ -33,6 +33,7 @@ _FAMILIES = {
     "mistral3": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
     "pixtral": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
     "llava": ("llava", "LlavaFormat", "llava", "LlavaTower"),
+    "llava_next": ("llava_next", "NextFormat", "llava_next", "NextTower"),
     "llava_onevision": (
         "llava_onevision", "OneVisionFormat", "llava_onevision", "OneVisionTower",
     ),
