@@ -15,7 +15,7 @@ from aioinfer.cli import serve
 from aioinfer.cli.commands import COMMANDS, Parser, guard, list_commands, print_keys
 from aioinfer.cli.commands import run as run_command
 from aioinfer.cli.model_options import add_model_options
-from aioinfer.config import load_config
+from aioinfer.config import load_models
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         return guard(lambda: print_keys(options.keys))
     if not options.config and not options.set:
         parser.error("a subcommand, --config FILE or --set model.path=... is needed (see --help)")
-    return guard(lambda: serve.start(load_config(options.config, options.set)))
+    return guard(lambda: serve.start(load_models(options.config, options.set)))
 
 
 def _make_parser() -> Parser:

@@ -5,12 +5,16 @@ reads and checks a file: an unknown key, a wrong type or a value out of bounds r
 which names the key (for an unknown one, the nearest that exists); see `config_keys`.
 `describe_keys` lists all keys for `--keys` and for `docs/configuration.md`. Nothing is read from
 environment variables but by OpenTelemetry.
+
+A file may describe several models (`load_models`): a table of `[[models]]` has the sections of the
+file again, with the values in which a model differs from the others.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -57,12 +61,17 @@ __all__ = [
     "TracingConfig",
     "describe_keys",
     "load_config",
+    "load_models",
     "parse_override",
 ]
 
 #: Draft tokens in a step, at most: with more rows, products take as long as they have arithmetic,
 #: and a draft costs what it saves.
 MAX_LOOKAHEAD = 384
+#: Sections in which the models of a server cannot differ; of `server`, the names alone may.
+_OF_SERVER = ("server", "logging", "tracing")
+#: Keys whose value, a place, is for one model alone.
+_OWN_PLACES = (("cache", "disk_path"), ("cache", "peer_address"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +148,47 @@ def load_config(
 
     Raises:
         ConfigError: an unknown section or key (the nearest right one is named), a wrong type or
-            value, a missing key, or a file that cannot be read.
+            value, a missing key, a file that cannot be read, or one of several models.
     """
+    configs = load_models(file, overrides)
+    if len(configs) > 1:
+        raise ConfigError(f"{file} has several [[models]], which a server alone can have")
+    return configs[0]
+
+
+def load_models(
+    file: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> list[Config]:
+    """Returns the configuration of each model of a server, as `load_config` does; the first is the
+    one of requests that name none. Overrides are for all of them."""
     try:
         tree = {} if file is None else tomllib.loads(Path(file).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from error
     pairs = dict(overrides if isinstance(overrides, Mapping) else map(parse_override, overrides))
-    _drop_names(tree, pairs)
-    for dotted, value in pairs.items():
+    tables = tree.pop("models", [{}])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise ConfigError("models must be tables: [[models]]")
+    if len(tables) < 2:
+        return [_load(_laid_over(tree, each), pairs) for each in tables or [{}]]
+    configs = []
+    for number, table in enumerate(tables, 1):
+        try:
+            _check_table(table)
+            # what sleeps on a GPU has to be held so; an explicit `false` is told where it matters
+            merged = _laid_over({"model": {"sleep_mode": True}}, _laid_over(tree, table))
+            configs.append(_load(merged, pairs))
+        except ConfigError as error:
+            raise ConfigError(f"[[models]], number {number}: {error}") from error
+    _check_models(configs)
+    return configs
+
+
+def _load(tree: dict[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """Returns the configuration of a tree of values with overrides, which are laid over it. Raises
+    `ConfigError`."""
+    _drop_names(tree, overrides)
+    for dotted, value in overrides.items():
         section, _, name = dotted.partition(".")
         if not name:
             raise ConfigError(
@@ -165,6 +206,51 @@ def load_config(
     config = cast(Config, _build(Config, tree, ""))
     _check_combinations(config)
     return config
+
+
+def _laid_over(tree: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a file with the values of a table, which has sections as well, over
+    them."""
+    merged = {name: dict(each) if isinstance(each, dict) else each for name, each in tree.items()}
+    for name, values in table.items():
+        below = merged.get(name)
+        if isinstance(below, dict) and isinstance(values, dict):
+            merged[name] = below | values
+        else:
+            merged[name] = values
+    return merged
+
+
+def _check_table(table: Mapping[str, Any]) -> None:
+    """Checks that a table of `[[models]]` has only what models may differ in. Raises
+    `ConfigError`."""
+    for section in _OF_SERVER:
+        keys = table.get(section)
+        for name in keys if isinstance(keys, dict) else ():
+            if (section, name) != ("server", "served_model_names"):
+                raise ConfigError(f"{section}.{name} is for the whole server: give it once")
+
+
+def _check_models(configs: Sequence[Config]) -> None:
+    """Checks what involves several models of one server. Raises `ConfigError`."""
+    names = Counter(
+        name for each in configs for name in {*each.served_model_names, *each.lora.adapters}
+    )
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigError(
+                f"[[models]]: {count} models have the name {name!r}: give each its own "
+                "server.served_model_names"
+            )
+    for section, key in _OWN_PLACES:
+        places = [getattr(getattr(each, section), key) for each in configs]
+        if len(given := [place for place in places if place]) > len(set(given)):
+            raise ConfigError(f"[[models]]: each model needs a {section}.{key} of its own")
+    if any(each.parallel.executor == "ray" for each in configs):
+        raise ConfigError(
+            "[[models]] need parallel.executor = 'multiprocess': Ray lends no GPU "
+            "to a model while another one sleeps on it"
+        )
 
 
 def describe_keys() -> Iterator[tuple[str, str, str, str]]:

@@ -530,6 +530,12 @@ class ServerConfig:
         "stand for the file's own `model.path`: not for another that the command line gives.",
         [],
     )
+    min_stay_s: float = key(
+        "With several `[[models]]`: seconds that a model stays awake at least, before another one "
+        "that requests wait for takes its place (docs/models.md).",
+        5.0,
+        minimum=0,
+    )
     allowed_hosts: list[str] = key(
         "Names that the `Host` header may have, without port; `*.example.org` is all names "
         "below a domain, `*` any. Others are answered 421, against DNS rebinding. Default: "

@@ -36,7 +36,6 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import DirectSink
 from aioinfer.api.openai.chunks import Chunk
 from aioinfer.api.openai.completions import CompletionWriter
@@ -169,7 +168,7 @@ class PlainServer:
 
     def __init__(self, frontend: Frontend):
         app = web.Application()
-        app[FRONTEND] = frontend
+        self._frontend = frontend
         app.router.add_post("/v1/completions", self._complete)
         self._runner = web.AppRunner(app, access_log=None)
 
@@ -184,17 +183,15 @@ class PlainServer:
         """Stops listening."""
         await self._runner.cleanup()
 
-    @staticmethod
-    async def _complete(request: web.Request) -> web.StreamResponse:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        frontend = request.app[FRONTEND]
         params = SamplingParams(
             temperature=0.0,
             max_tokens=body["max_tokens"],
             ignore_eos=True,
             stop=tuple(body["stop"]),
         )
-        output = await frontend.submit(body["prompt"], params)
+        output = await self._frontend.submit(body["prompt"], params)
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         output.put = queue.put_nowait  # type: ignore[method-assign, assignment]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

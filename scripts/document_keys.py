@@ -37,6 +37,9 @@ that override it, `--set section.key=value` (repeatable), or `section.key.name=v
 of a table. `LLM(..., settings={"section.key": value})` takes the same keys. `configs/` holds
 examples. An unknown key, a wrong type or a value out of bounds is an error that names the key. Only
 `model.path` has to be given. aioinfer reads no environment variables of its own.
+
+A server of several models has a table `[[models]]` for each, with these sections again and the keys
+in which the model differs from the file: [models.md](models.md).
 """
 
 

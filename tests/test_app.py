@@ -44,7 +44,7 @@ async def test_a_signal_while_loading_ends_the_server(
 
     monkeypatch.setattr(Frontend, "launch", launch)
     before = signal.getsignal(signal.SIGTERM)
-    assert await asyncio.wait_for(app.serve(CONFIG), 5) == 0
+    assert await asyncio.wait_for(app.serve([CONFIG]), 5) == 0
     assert ended.is_set()
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -61,7 +61,7 @@ async def test_a_failure_to_load_is_raised_and_signals_are_by_default_again(
     monkeypatch.setattr(Frontend, "launch", launch)
     default = [signal.SIG_DFL, signal.default_int_handler]
     with pytest.raises(ConfigError, match="no such model"):
-        await app.serve(CONFIG)
+        await app.serve([CONFIG])
     assert not set(while_loading) & set(default)
     assert list(map(signal.getsignal, numbers)) == default
 
@@ -105,7 +105,7 @@ async def serving(
     monkeypatch.setattr(Frontend, "launch", loading.launch)
     monkeypatch.setattr(app, "settle_process", lambda: None)
     monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
-    task = asyncio.ensure_future(app.serve(loading.config, lambda _: loading.announced.set()))
+    task = asyncio.ensure_future(app.serve([loading.config], lambda _: loading.announced.set()))
     connector = aiohttp.TCPConnector(limit=1)
     async with aiohttp.ClientSession(
         f"http://127.0.0.1:{loading.port}", connector=connector
@@ -161,7 +161,7 @@ async def test_a_taken_port_is_found_before_the_model_is_loaded(
     async with serving(monkeypatch) as (loading, _, _):
         monkeypatch.setattr(Frontend, "launch", None)
         with pytest.raises(ConfigError, match=f"server.port = {loading.port}"):
-            await app.serve(loading.config)
+            await app.serve([loading.config])
 
 
 async def test_after_a_signal_requests_are_answered_for_a_time(
@@ -221,7 +221,7 @@ async def test_a_signal_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "settle_process", lambda: None)
     monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(app.serve(frontend.config, ready.set_result))
+    task = asyncio.ensure_future(app.serve([frontend.config], ready.set_result))
     text = await asyncio.wait_for(ready, 10)
     (url,) = re.findall(r"ready at (\S+)", text)
     assert f"\nChat in a browser: {url}/\n" in text

@@ -12,7 +12,7 @@ import pytest
 
 import document_keys
 from aioinfer.__main__ import main
-from aioinfer.config import Config, describe_keys, load_config
+from aioinfer.config import Config, describe_keys, load_config, load_models
 from aioinfer.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -122,9 +122,62 @@ def test_configurations_do_not_share_their_default_lists() -> None:
     "file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name
 )
 def test_every_example_loads_with_a_served_name_and_the_default_block_size(file: Path) -> None:
-    config = load_config(file)
-    assert config.server.served_model_names
-    assert config.cache.block_size is None, "the default suits the kernels of each device"
+    for config in load_models(file):
+        assert config.server.served_model_names
+        assert config.cache.block_size is None, "the default suits the kernels of each device"
+
+
+SEVERAL = """
+cache.num_blocks = 7
+scheduler.max_num_batched_tokens = 64
+[[models]]
+model.path = "a"
+[[models]]
+model.path = "b"
+server.served_model_names = ["b", "c"]
+cache.block_size = 4
+scheduler.max_num_batched_tokens = 32
+"""
+
+
+def test_several_models_share_what_a_file_says_and_differ_in_their_tables(tmp_path: Path) -> None:
+    file = write(tmp_path, SEVERAL)
+    first, second = load_models(file, ["scheduler.max_num_seqs=3"])
+    assert [first.served_model_names, second.served_model_names] == [["a"], ["b", "c"]]
+    assert [each.cache.num_blocks for each in (first, second)] == [7, 7]
+    assert [each.scheduler.max_num_seqs for each in (first, second)] == [3, 3]
+    assert [each.scheduler.max_num_batched_tokens for each in (first, second)] == [64, 32]
+    assert (first.cache.block_size, second.cache.block_size) == (None, 4)
+    assert [each.model.sleep_mode for each in (first, second)] == [True, True]
+    with pytest.raises(ConfigError, match=r"several \[\[models\]\], which a server alone"):
+        load_config(file)
+    alone = load_config(write(tmp_path, '[[models]]\nmodel.path = "a"\ncache.block_size = 4'))
+    assert (alone.cache.block_size, alone.model.sleep_mode) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("cache.blok_size = 4", r"number 2: unknown key 'cache\.blok_size' \(did you mean"),
+        ("server.port = 1", r"number 2: server\.port is for the whole server: give it once"),
+        ("logging.format = 'json'", r"logging\.format is for the whole server"),
+        ("name = 'x'", r"number 2: unknown section 'name'"),
+        ("lora.adapters = { a = 'x' }", r"2 models have the name 'a': give each its own"),
+        ("[[models]]\nserver.served_model_names = ['x']", r"number 3: 'model\.path' must be given"),
+        ("parallel.executor = 'ray'", r"need parallel\.executor = 'multiprocess'"),
+    ],
+)
+def test_tables_of_models_that_are_wrong(tmp_path: Path, more: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_models(write(tmp_path, SEVERAL + more))
+
+
+def test_models_do_not_share_a_place(tmp_path: Path) -> None:
+    shared = '\ncache.host_bytes = 1\ncache.disk_path = "x"\n'
+    with pytest.raises(ConfigError, match=r"each model needs a cache\.disk_path of its own"):
+        load_models(write(tmp_path, shared + SEVERAL))
+    with pytest.raises(ConfigError, match=r"models must be tables: \[\[models\]\]"):
+        load_models(write(tmp_path, 'models = ["a"]'))
 
 
 # ---------------------------------------------------------------- what is refused

@@ -15,7 +15,7 @@ import pytest
 from aioinfer.__main__ import _make_parser
 from aioinfer.cli.commands import COMMANDS, make_parser
 from aioinfer.cli.model_options import load
-from aioinfer.config import describe_keys, load_config
+from aioinfer.config import describe_keys, load_models
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -124,14 +124,15 @@ def test_commands_are_accepted(block: str, monkeypatch: pytest.MonkeyPatch) -> N
             load(make_parser().parse_args(words[1:]))
         elif words[1].startswith("-"):
             options = _make_parser().parse_args(words[1:])
-            load_config(options.config, options.set)
+            load_models(options.config, options.set)
 
 
 @pytest.mark.parametrize("block", fenced(GUIDES, "toml"))
 def test_configurations_are_accepted(block: str, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(block, "utf-8")
-    load_config(file, {} if "\npath = " in block else {"model.path": "MODEL"})
+    is_whole = re.search(r"^(model\.)?path = ", block, re.MULTILINE)
+    load_models(file, {} if is_whole else {"model.path": "MODEL"})
 
 
 @pytest.mark.parametrize("block", fenced(GUIDES, "python"))

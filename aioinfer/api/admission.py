@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import MODELS, frontend_of
 from aioinfer.api.errors import Handler
 from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS
 from aioinfer.engine.recovery import EngineState
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AdmissionControl:
-    """The bound of the waiting queue, and the part of it that one API key may fill.
+    """The bound of a model's waiting queue, and the part of it that one API key may fill.
 
     Requests that are reserved and not yet queued count as queued.
 
@@ -106,7 +106,13 @@ def sharer(request: web.Request) -> str | None:
     return request[ACCOUNT].key.name if len(request.app[ACCOUNTS]) > 1 else None
 
 
-ADMISSION = web.AppKey("admission", AdmissionControl)
+#: Of each model, by its first name.
+ADMISSION: web.AppKey[dict[str, AdmissionControl]] = web.AppKey("admission")
+
+
+def admission_of(request: web.Request) -> AdmissionControl:
+    """Returns the admission control of the model that a request is for."""
+    return request.app[ADMISSION][frontend_of(request).config.served_model_names[0]]
 
 
 def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None:
@@ -117,7 +123,7 @@ def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None
     prompts may join the queue.
     """
     deadline_of(request).shorten(timeout_s)
-    request.app[ADMISSION].check(count, flow=sharer(request))
+    admission_of(request).check(count, flow=sharer(request))
 
 
 class Deadline:
@@ -179,7 +185,8 @@ async def bound_time(request: web.Request, handler: Handler) -> web.StreamRespon
 async def bounded(request: web.Request, timeout_s: float | None = None) -> AsyncIterator[None]:
     """Sets a new deadline for the work on a request in this block: the server's, or `timeout_s`
     seconds where these are less. Raises `RequestError` (504) at the deadline."""
-    deadline = request[_DEADLINE] = Deadline(request.app[FRONTEND].config.server.request_timeout_s)
+    settings = request.app[MODELS].first.config.server
+    deadline = request[_DEADLINE] = Deadline(settings.request_timeout_s)
     try:
         async with deadline.guard:
             deadline.shorten(timeout_s)

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import frontend_of
 from aioinfer.api.generation import MessageDialect, named_event
 from aioinfer.api.messages import (
     TemplateContent,
@@ -391,7 +391,7 @@ class TokenCount(Struct, kw_only=True):
 
 async def count_tokens(request: web.Request, body: CountTokensRequest) -> TokenCount:
     """Returns the number of tokens of a conversation."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     frontend.require_tokenizer("messages")
     (prompt,) = await AnthropicDialect.encode(frontend, body, body.tool_use())
     return TokenCount(input_tokens=len(prompt))

@@ -22,6 +22,7 @@ from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_group import ModelGroup
 from aioinfer.engine.served_model import find_model
 from aioinfer.executor.base import WorkerReport
 from aioinfer.executor.torchrun import follow
@@ -40,22 +41,22 @@ _SWITCH_INTERVAL_S = 0.0005
 _MAX_THREADS = 8
 
 
-def run(config: Config) -> int:
-    """Serves until a signal or the engine's death.
+def run(configs: Sequence[Config]) -> int:
+    """Serves models, with a configuration for each, until a signal or the engine's death.
 
     Under torchrun, the processes of all ranks but the first become workers, and end without
     returning. Returns the exit status. Raises what `serve` does.
     """
-    follow(config, find_model)
+    follow(configs[0], find_model)
     with (
-        LogWriter(config.logging.format),
+        LogWriter(configs[0].logging.format),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(serve(config))
+        return runner.run(serve(configs))
 
 
-async def serve(config: Config, announce: Callable[[str], None] | None = None) -> int:
-    """Listens, launches the engine, serves once it is ready, and ends in order.
+async def serve(configs: Sequence[Config], announce: Callable[[str], None] | None = None) -> int:
+    """Listens, launches the engines, serves once it is ready, and ends in order.
 
     Until the engine is ready, requests are answered 503. After the first SIGTERM or SIGINT the
     server reports that it is not ready, goes on for `server.shutdown_delay_s`, then refuses new
@@ -64,7 +65,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     server ends by itself.
 
     Args:
-        config: the configuration.
+        configs: the configuration of each model; what concerns the server is the same in all.
         announce: gets the ready line; prints it if missing.
 
     Returns:
@@ -78,48 +79,52 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "blocking"))
     errors = LoopErrors(loop)
     stop = _StopSignals()
+    config = configs[0]
     server = HttpServer(config, gateways=GatewayAccess.of(config))
     try:
         # a taken port or a missing file is reported now, and not after the model has been loaded
         url = await server.start()
-        frontend = await _launch(config, server, stop)
-        if frontend is None:
+        models = await _launch(configs, server, stop)
+        if models is None:
             return 0
         try:
-            await server.serve(frontend)
+            await server.serve(models)
             if config.server.api_key_file is not None:
                 stop.on_hangup(server.reload_keys)
-            (announce or _print)(_ready_text(url, frontend))
-            return await _run(server, frontend, stop)
+            (announce or _print)(_ready_text(url, models.first))
+            return await _run(server, models, stop)
         finally:
-            await frontend.close()  # ends what still runs, with error events
+            await models.close()  # ends what still runs, with error events
     finally:
         await server.close()
         stop.close()
         errors.close()
 
 
-async def _launch(config: Config, server: HttpServer, stop: _StopSignals) -> Frontend | None:
-    """Returns the engine, or None if a signal came before it was ready."""
-    logs_json = config.logging.format == "json"
+async def _launch(
+    configs: Sequence[Config], server: HttpServer, stop: _StopSignals
+) -> ModelGroup | None:
+    """Returns the models, or None if a signal came before they were ready."""
+    logs_json = configs[0].logging.format == "json"
     with StartupDisplay(quiet=logs_json) as display:
 
         def on_progress(phase: str, done: int, total: int) -> None:
             display.on_progress(phase, done, total)
             server.on_progress(phase, done, total)
 
-        launching = asyncio.ensure_future(Frontend.launch(config, on_progress))
+        launching = asyncio.ensure_future(ModelGroup.launch(configs, on_progress))
         await _first(launching, stop.first.wait())
     if launching.cancelled():
         return None
-    frontend = launching.result()
-    reports = [engine.report for engine in frontend.engines]
-    if logs_json:
-        _log.info(_started_message(reports, config.served_model_names[0]))
-    else:
-        display.show(reports, config.served_model_names)
+    models = launching.result()
+    for each in models:
+        reports, names = [engine.report for engine in each.engines], each.config.served_model_names
+        if logs_json:
+            _log.info(_started_message(reports, names[0]))
+        else:
+            display.show(reports, names)
     settle_process()
-    return frontend
+    return models
 
 
 def _started_message(reports: Sequence[WorkerReport], name: str) -> FieldsMessage:
@@ -147,23 +152,23 @@ def settle_process() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-async def _run(server: HttpServer, frontend: Frontend, stop: _StopSignals) -> int:
+async def _run(server: HttpServer, models: ModelGroup, stop: _StopSignals) -> int:
     """Waits for a signal or the engine's death, and after a signal for the requests under way.
 
     Returns the exit status.
     """
-    settings = frontend.config.server
-    await _first(stop.first.wait(), frontend.wait_dead())
-    if frontend.is_healthy():
+    settings = models.first.config.server
+    await _first(stop.first.wait(), models.wait_dead())
+    if models.is_healthy():
         server.leave()
         delay = asyncio.sleep(settings.shutdown_delay_s)
-        await _first(delay, stop.second.wait(), frontend.wait_dead())
-    if frontend.is_healthy() and not stop.second.is_set():
+        await _first(delay, stop.second.wait(), models.wait_dead())
+    if models.is_healthy() and not stop.second.is_set():
         drained = asyncio.wait_for(server.drain(), settings.shutdown_timeout_s)
-        await _first(drained, stop.second.wait(), frontend.wait_dead())
-    if frontend.is_healthy():
+        await _first(drained, stop.second.wait(), models.wait_dead())
+    if models.is_healthy():
         return 0
-    _log.error("the engine has died: %s", frontend.dead_reason)
+    _log.error("the engine has died: %s", models.dead_reason)
     await asyncio.sleep(_DEATH_NOTICE_S)
     return 1
 

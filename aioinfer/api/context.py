@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, StreamReader, web
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.decoding import Body, convert_texts, decode, decode_large
 from aioinfer.api.errors import shorten
@@ -32,8 +32,12 @@ from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.model_group import ModelGroup
 
-FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
+#: The models that are served.
+MODELS: web.AppKey[ModelGroup] = web.AppKey("models")
+#: The model that a request is for, once that is known.
+MODEL: web.RequestKey[Frontend] = web.RequestKey("model")
 #: Makes JSON of anything that a reply holds. `orjson` does so for texts, which it escapes faster.
 encode = msgspec.json.Encoder().encode
 #: Headers of every reply that is a stream of events.
@@ -44,8 +48,8 @@ STREAM_HEADERS = {
 }
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
-#: The `system_fingerprint` of OpenAI's replies.
-FINGERPRINT = web.AppKey("fingerprint", str)
+#: The `system_fingerprint` of OpenAI's replies, by the model's first name.
+FINGERPRINTS: web.AppKey[dict[str, str]] = web.AppKey("fingerprints")
 #: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
 #: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
 #: never above `MAX_BYTES`, which are decoded without holding other requests up; see `decoding`.
@@ -258,16 +262,16 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         web.HTTPRequestEntityTooLarge, OverloadedError: see `HeldBody.receive`.
     """
     await request.app[RATE_LIMITER].enter()
-    config = request.app[FRONTEND].config
+    models = request.app[MODELS]
     _check_content_type(request)
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not understood", status=415)
     with request.app[REQUEST_BODIES].hold() as held:
         parts = request.get(RECEIVED) or await held.receive(request)
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
-        ignores_unknown = config.server.unknown_fields == "ignore"
+        ignores_unknown = models.first.config.server.unknown_fields == "ignore"
         body = await decode_body(parts, kind, ignores_unknown=ignores_unknown)
-    check_model(request.app[FRONTEND], body.model)
+    name_model(request, body.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), body.model
     return body
@@ -313,15 +317,35 @@ def _check_content_type(request: web.Request) -> None:
         raise RequestError("the Content-Type must be application/json", status=415)
 
 
-def check_model(frontend: Frontend, model: str | None) -> None:
-    """Raises `RequestError` (404) unless `model` is missing or one of the served names."""
-    served = frontend.config.served_model_names
-    if model is not None and model not in served and model not in frontend.adapters:
-        known = frontend.model_names()
+class ModelQuery(Struct, kw_only=True):
+    """The query of an endpoint that is about one of the models."""
+
+    model: str | UnsetType = UNSET
+
+
+def name_model(request: web.Request, name: str | None) -> Frontend:
+    """Returns the model that a request names in its body, or in its query as `model`; the first one
+    for a request that names none. `frontend_of` returns it from now on.
+
+    Raises `RequestError` (404) for a name under which none is served.
+    """
+    models = request.app[MODELS]
+    if name is None and len(models) > 1:
+        name = request.query.get("model")
+    found = models.first if name is None else models.find(name)
+    if found is None:
+        known = models.names()
         names = ", ".join(map(repr, known[:_NAMED])) + " and others" * (len(known) > _NAMED)
         raise RequestError(
-            f"the model {shorten(model)!r} does not exist; this server serves {names}",
+            f"the model {shorten(name or '')!r} does not exist; this server serves {names}",
             param="model",
             status=404,
             code="model_not_found",
         )
+    request[MODEL] = found
+    return found
+
+
+def frontend_of(request: web.Request) -> Frontend:
+    """Returns the model that a request is for. Raises as `name_model`."""
+    return request.get(MODEL) or name_model(request, None)

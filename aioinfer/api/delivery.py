@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, admit, deadline_of, sharer
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.admission import admission_of, admit, deadline_of, sharer
+from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
 from aioinfer.api.event_stream import (
     EventStream,
@@ -45,11 +45,11 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
 
     Raises what `read_body`, `admit`, `submitted` and `collect` do.
     """
-    if kind.generates:
-        request.app[FRONTEND].check_generates()
-    if kind.text_field is not None:
-        request.app[FRONTEND].require_tokenizer(kind.text_field)
     body = await read_body(request, kind.body_type)
+    if kind.generates:
+        frontend_of(request).check_generates()
+    if kind.text_field is not None:
+        frontend_of(request).require_tokenizer(kind.text_field)
     admit(request, body.timeout_s, body.num_prompts)
     dialect = kind(request, body)
     with renamed(dialect.field_names):
@@ -81,7 +81,7 @@ async def _offer(request: web.Request, generation: Generation) -> web.Response:
     alone = replace(generation, params=params, streams=False, second_texts=())
     async with submitted(request, alone) as outputs:
         await collect(outputs)
-    offered = request.app[FRONTEND].offer(outputs[0])
+    offered = frontend_of(request).offer(outputs[0])
     if offered is None:
         return web.Response(status=204)
     return web.Response(body=msgspec.json.encode(offered), content_type="application/json")
@@ -97,7 +97,7 @@ async def submitted(
     `OverloadedError` if the queue has no room for all of them, and `RateLimitError` if the API key
     has too few tokens left.
     """
-    frontend, account = request.app[FRONTEND], request[ACCOUNT]
+    frontend, account = frontend_of(request), request[ACCOUNT]
     prompts, params = generation.prompts, generation.params
     by_priority = frontend.config.scheduler.policy == "priority"
     priority = account.priority(generation.priority, has_priorities=by_priority)
@@ -105,11 +105,12 @@ async def submitted(
     outputs: list[RequestOutput] = []
     record = request[RECORD]
     record.submitted, record.outputs = time.perf_counter(), outputs  # more may follow
+    record.served = frontend.config.served_model_names[0]
     charge = TokenCharge(account, longest)
     cancel_deadline = None
     try:
         num_sequences = len(prompts) * params.num_sequences
-        with request.app[ADMISSION].reserve(num_sequences, sharer(request)) as places:
+        with admission_of(request).reserve(num_sequences, sharer(request)) as places:
             for index, prompt in enumerate(prompts):
                 if index and index % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # 0.1 ms are spent on a prompt of a thousand ids

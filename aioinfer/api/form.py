@@ -9,7 +9,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
-from aioinfer.api.context import FRONTEND, REQUEST_BODIES, receiving
+from aioinfer.api.context import MODELS, REQUEST_BODIES, receiving
 from aioinfer.api.decoding import convert_texts
 from aioinfer.errors import RequestError
 
@@ -96,7 +96,7 @@ def _check_origin(request: web.Request) -> None:
     """Raises `RequestError` (403) for a form that a web page of another origin sends: a browser
     lets any page post one to a local server, and names the page's origin."""
     origin = request.headers.get("Origin")
-    allowed = request.app[FRONTEND].config.server.cors_origins
+    allowed = request.app[MODELS].first.config.server.cors_origins
     if origin is None or "*" in allowed or origin in allowed:
         return
     if origin.partition("://")[2] != request.headers.get("Host"):

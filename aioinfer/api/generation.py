@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from aiohttp import web
 from msgspec import Struct
 
-from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
+from aioinfer.api.context import STREAM_HEADERS, encode, frontend_of
 from aioinfer.api.errors import error_event, json_response, local_path
 from aioinfer.api.http.logs import request_id
 from aioinfer.api.logprobs import are_many, scored_token
@@ -126,7 +126,7 @@ class Dialect(Generic[P]):
 
     def __init__(self, request: web.Request, body: P):
         self.request, self.body = request, body
-        self.frontend = request.app[FRONTEND]
+        self.frontend = frontend_of(request)
         self.adapter = body.model if body.model in self.frontend.adapters else None
         self.model_name = self.adapter or self.frontend.config.served_model_names[0]
         self.id = self.id_prefix + request_id(request)

@@ -18,7 +18,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
-from aioinfer.api.context import FRONTEND, encode
+from aioinfer.api.context import encode, frontend_of
 from aioinfer.api.generation import (
     ChoiceWriter,
     Generation,
@@ -337,7 +337,7 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 
 async def apply_template(request: web.Request, body: ChatRequest) -> web.Response:
     """Returns the prompt that the chat template makes of a conversation, as text."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     tokenizer = frontend.require_tokenizer("messages")
     messages, options = await template_messages(body.messages), template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
@@ -350,7 +350,7 @@ async def apply_template(request: web.Request, body: ChatRequest) -> web.Respons
 
 async def props(request: web.Request) -> LlamaProps:
     """Describes the server and the model, as far as clients look at it."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     tokenizer = frontend.tokenizer
     special = {} if tokenizer is None else tokenizer.describe()["special_tokens"]
     settings = _settings(LlamaCompletion(prompt=""), frontend.defaults.sampling_params())
@@ -369,7 +369,7 @@ async def props(request: web.Request) -> LlamaProps:
 
 async def slots(request: web.Request) -> list[LlamaSlot]:
     """Lists the slots of all engines, and which of them serve a request now."""
-    frontend, listed = request.app[FRONTEND], list[LlamaSlot]()
+    frontend, listed = frontend_of(request), list[LlamaSlot]()
     for engine in frontend.engines:
         busy = {running.slot for running in engine.scheduler.running}
         listed += [

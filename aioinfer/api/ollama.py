@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, STARTED, encode
+from aioinfer.api.context import MODELS, STARTED, encode, frontend_of
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
@@ -320,26 +320,29 @@ class ShownModel(Struct, kw_only=True):
 
 
 async def list_tags(request: web.Request) -> ModelTags:
-    """Lists the model, with the size of its weights' files."""
-    app, files = request.app, await _files(request.app)
-    models = [
-        ListedModel(
-            name=name,
-            model=name,
-            modified_at=_modified(app, files),
-            size=files.size,
-            digest=files.digest,
-            details=ModelDetails(format=files.format),
-        )
-        for name in app[FRONTEND].config.served_model_names
-    ]
+    """Lists the models, with the size of their weights' files."""
+    app, models = request.app, list[ListedModel]()
+    for frontend in app[MODELS]:
+        files = await _files(frontend)
+        models += [
+            ListedModel(
+                name=name,
+                model=name,
+                modified_at=_modified(app, files),
+                size=files.size,
+                digest=files.digest,
+                details=ModelDetails(format=files.format),
+            )
+            for name in frontend.config.served_model_names
+        ]
     return ModelTags(models=models)
 
 
 async def list_running(request: web.Request) -> RunningModels:
-    """Lists the model under its first name, with the memory that its workers have taken. It stays
-    loaded, which Ollama says by a time long from now."""
-    frontend, files = request.app[FRONTEND], await _files(request.app)
+    """Lists the model that is awake under its first name, with the memory that its workers have
+    taken. It stays loaded, which Ollama says by a time long from now."""
+    frontend = request.app[MODELS].awake
+    files = await _files(frontend)
     name = frontend.config.served_model_names[0]
     size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
     is_on_host = frontend.engines[0].report.device.startswith("cpu")
@@ -356,8 +359,7 @@ async def list_running(request: web.Request) -> RunningModels:
     return RunningModels(models=[model])
 
 
-async def _files(app: web.Application) -> WeightFiles:
-    frontend = app[FRONTEND]
+async def _files(frontend: Frontend) -> WeightFiles:
     return await asyncio.to_thread(weight_files, frontend.config.model, frontend.folder)
 
 
@@ -380,8 +382,8 @@ def _iso(seconds: float) -> str:
 
 async def show(request: web.Request, body: ShowRequest) -> ShownModel:
     """Describes the model as far as clients look at it."""
-    frontend = request.app[FRONTEND]
-    tokenizer, files = frontend.tokenizer, await _files(request.app)
+    frontend = frontend_of(request)
+    tokenizer, files = frontend.tokenizer, await _files(frontend)
     reads_pictures = "image" in frontend.input_modalities
     capabilities = ["completion", "tools", *(["vision"] if reads_pictures else [])]
     return ShownModel(

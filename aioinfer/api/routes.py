@@ -18,7 +18,7 @@ from aioinfer.api.admin.openapi import Route
 from aioinfer.api.batch import batches, objects
 from aioinfer.api.batch.objects import BATCHES, CHATS, CONVERSATIONS, FILES
 from aioinfer.api.batch.store import BatchObject, FileObject, PageQuery
-from aioinfer.api.context import defer_continue, read_body, read_query
+from aioinfer.api.context import ModelQuery, defer_continue, read_body, read_query
 from aioinfer.api.decoding import prepare
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
@@ -136,8 +136,8 @@ ROUTES: tuple[Route, ...] = (
     _dialect("/completion", llama_cpp.LlamaDialect),
     _dialect("/embedding", llama_cpp.LlamaEmbedDialect),
     _post("/apply-template", llama_cpp.apply_template, TemplateReply),
-    _get("/props", llama_cpp.props),
-    _get("/slots", llama_cpp.slots),
+    _get("/props", llama_cpp.props, query=ModelQuery),
+    _get("/slots", llama_cpp.slots, query=ModelQuery),
     # Embeddings and the like, tokens
     _dialect("/v1/embeddings", pooling.EmbeddingDialect),
     _dialect("/pooling", pooling.StatesDialect),
@@ -158,18 +158,18 @@ ROUTES: tuple[Route, ...] = (
     _get("/health/ready", info.ready),
     _get("/version", info.version),
     _get("/load", info.show_load),
-    _get("/tokenizer_info", info.tokenizer_info),
+    _get("/tokenizer_info", info.tokenizer_info, query=ModelQuery),
     _get("/metrics", metrics.show_metrics, content_type="text/plain"),
     _post("/abort", control.abort),
     _post("/v1/load_lora_adapter", control.load_adapter),
     _post("/v1/unload_lora_adapter", control.unload_adapter),
     _post("/pause", control.pause),
-    _post("/resume", control.resume),
-    _get("/is_paused", control.show_paused),
+    _post("/resume", control.resume, query=ModelQuery),
+    _get("/is_paused", control.show_paused, query=ModelQuery),
     _post("/sleep", control.sleep),
     _post("/wake_up", control.wake_up),
-    _get("/is_sleeping", control.show_sleeping),
-    _get("/weight_info", control.show_weights),
+    _get("/is_sleeping", control.show_sleeping, query=ModelQuery),
+    _get("/weight_info", control.show_weights, query=ModelQuery),
     _post("/update_weight_version", control.update_version),
     _post("/update_weights_from_disk", control.update_from_disk),
     _post("/init_weight_transfer_engine", control.join_group),
@@ -182,7 +182,7 @@ ROUTES: tuple[Route, ...] = (
     _get("/experts/placement", control.make_placement),
     # This description of them, and the page at "/"
     _get("/openapi.json", openapi.show_openapi),
-    _get("/page/info", page.show_info),
+    _get("/page/info", page.show_info, query=ModelQuery),
     _get("/page/live", page.stream_live, content_type=_SSE),
 )
 

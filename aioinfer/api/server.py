@@ -26,8 +26,8 @@ from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
 from aioinfer.api.batch.store import FILES, OBJECT_STORE, FileStore, ObjectStore
 from aioinfer.api.context import (
-    FINGERPRINT,
-    FRONTEND,
+    FINGERPRINTS,
+    MODELS,
     REQUEST_BODIES,
     STARTED,
     RequestBodies,
@@ -59,6 +59,7 @@ from aioinfer.api.http.logs import REQUEST_ID_HEADER, RequestLog, request_id
 from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_group import ModelGroup
 from aioinfer.errors import ConfigError, NotReadyError, RequestError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ _PREFLIGHT_AGE_S = 600
 
 
 class HttpServer:
-    """Serves a model on a socket. Nothing listens before `start`; before `serve`, requests are
+    """Serves models on a socket. Nothing listens before `start`; before `serve`, requests are
     answered 503."""
 
     def __init__(
@@ -87,8 +88,8 @@ class HttpServer:
         frontend: Frontend | None = None,
         gateways: GatewayAccess | None = None,
     ):
-        """With a `frontend`, `start` calls `serve` as well. `gateways` recognizes the gateways that
-        may resume streams of other servers."""
+        """With a `frontend`, the only model, `start` calls `serve` as well. `gateways` recognizes
+        the gateways that may resume streams of other servers."""
         self._gateways = gateways
         self._whole_config = config
         self._config = config.server
@@ -105,12 +106,13 @@ class HttpServer:
         self._draining = False
         self._handling = RequestCount()
 
-    def make_app(self, frontend: Frontend) -> web.Application:
+    def make_app(self, models: ModelGroup) -> web.Application:
         """Returns the application that answers requests, after `open_files`."""
         # in another application there are no connections of its own
         connections = self._connections or ConnectionServer(self._handle, self._make_request)
-        cors, max_bytes = Cors(self._config.cors_origins), largest_body(frontend.max_model_len)
-        log = RequestLog(frontend.config, self._tracing.trace if self._tracing else None)
+        longest = max(each.max_model_len for each in models)
+        cors, max_bytes = Cors(self._config.cors_origins), largest_body(longest)
+        log = RequestLog(self._whole_config, self._tracing.trace if self._tracing else None)
         app = web.Application(
             middlewares=[
                 *([] if self._gateways is None else [self._gateways.accept]),
@@ -127,10 +129,11 @@ class HttpServer:
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(mark_version)
         app.on_response_prepare.append(cors.mark_response)
-        app[FRONTEND] = frontend
+        app[MODELS] = models
         app[ACCOUNTS] = self._accounts
         app[OPEN_PATHS] = MONITORING_PATHS | page.PAGE_PATHS
-        app[ADMISSION] = AdmissionControl(frontend)
+        named = {each.config.served_model_names[0]: each for each in models}
+        app[ADMISSION] = {name: AdmissionControl(each) for name, each in named.items()}
         app[RATE_LIMITER] = RateLimiter()
         app[OBJECT_STORE] = ObjectStore()
         add_responses(app)
@@ -138,7 +141,7 @@ class HttpServer:
         app[REQUEST_BODIES] = RequestBodies(connections.counts, max_bytes)
         app[READINESS] = self._readiness
         app[STARTED] = int(time.time())
-        app[FINGERPRINT] = info.fingerprint(frontend)
+        app[FINGERPRINTS] = {name: info.fingerprint(each) for name, each in named.items()}
         app[FILES] = self._files
         batches.add_batches(app)
         routes.add_routes(app)
@@ -233,7 +236,7 @@ class HttpServer:
         self._listener = Listener(self._connections, self._config)
         url = await self._listener.bind()
         if self._frontend is not None:
-            await self.serve(self._frontend)
+            await self.serve(ModelGroup([self._frontend]))
         self._listener.listen()
         return url
 
@@ -249,9 +252,9 @@ class HttpServer:
         part = f", {100 * done // total} %" if total else ""
         self._progress = f" ({phase}{part})"
 
-    async def serve(self, frontend: Frontend) -> None:
-        """From now on answers requests by a model that is loaded."""
-        application = web.AppRunner(self.make_app(frontend))
+    async def serve(self, models: ModelGroup) -> None:
+        """From now on answers requests by models that are loaded."""
+        application = web.AppRunner(self.make_app(models))
         await application.setup()
         self._application = application
         self._handler = application.server  # which has no socket of its own
@@ -283,10 +286,7 @@ class HttpServer:
         self.leave()
         self._draining = True
         if self._application is not None:
-            frontend = self._application.app[FRONTEND]
-            if frontend.control.is_paused:
-                _log.warning("the pause ends: the server is shutting down, and answers what waits")
-                await frontend.control.end_pause()
+            await self._application.app[MODELS].end_pauses()
             await page.end_live_streams(self._application.app)
             if (under_way := self._application.app[batches.BATCHES]) is not None:
                 await under_way.stop(self._application.app)
@@ -411,7 +411,7 @@ async def create_app(config: Config, frontend: Frontend | None = None) -> web.Ap
         await server.open_files()
         if frontend is None:
             frontend = launched = await Frontend.launch(config)
-        app = server.make_app(frontend)
+        app = server.make_app(ModelGroup([frontend]))
     except BaseException:
         if launched is not None:
             await launched.close()

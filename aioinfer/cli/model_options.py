@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioinfer import __version__
-from aioinfer.config import Config, load_config, parse_override
+from aioinfer.config import Config, load_config, load_models, parse_override
 from aioinfer.errors import ConfigError
 
 
@@ -47,8 +47,20 @@ def announce(work: str) -> None:
 def load(options: argparse.Namespace, more: Mapping[str, Any] | None = None) -> Config:
     """Returns the configuration that the options describe; `more` is laid over it.
 
+    Raises `ConfigError`, also for one of several models.
+    """
+    return load_config(options.config, _overrides(options, more))
+
+
+def load_all(options: argparse.Namespace, more: Mapping[str, Any]) -> list[Config]:
+    """Returns the configuration of each model that the options describe; `more` is laid over it.
+
     Raises `ConfigError`.
     """
+    return load_models(options.config, _overrides(options, more))
+
+
+def _overrides(options: argparse.Namespace, more: Mapping[str, Any] | None) -> dict[str, Any]:
     model = getattr(options, "model", None)
     named = any(text.partition("=")[0].strip() == "model.path" for text in options.set)
     if model is None and options.config is None and not named:
@@ -56,9 +68,7 @@ def load(options: argparse.Namespace, more: Mapping[str, Any] | None = None) -> 
     given: dict[str, Any] = {} if model is None else {"model.path": model}
     if options.hf_overrides is not None:
         given["model.hf_overrides"] = _decoded(options.hf_overrides)
-    return load_config(
-        options.config, {**given, **(more or {}), **dict(map(parse_override, options.set))}
-    )
+    return {**given, **(more or {}), **dict(map(parse_override, options.set))}
 
 
 def _decoded(text: str) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.checkpoint.source import check_files
-from aioinfer.cli.model_options import add_model_options, announce, load
+from aioinfer.cli.model_options import add_model_options, announce, load_all
 from aioinfer.config import Config
 from aioinfer.executor import fork_server
 
@@ -32,16 +33,20 @@ def run(options: argparse.Namespace) -> int:
         "server.port": options.port,
         "server.served_model_names": options.name,
     }
-    return start(load(options, {key: value for key, value in given.items() if value is not None}))
+    given = {key: value for key, value in given.items() if value is not None}
+    return start(load_all(options, given))
 
 
-def start(config: Config) -> int:
+def start(configs: Sequence[Config]) -> int:
     """Serves until a signal or a failure ends it, after the checks that need no PyTorch, whose
-    import takes seconds: files of the model, API keys, TLS files, the address.
+    import takes seconds: files of the models, API keys, TLS files, the address.
 
-    Returns the exit status. Raises what `aioinfer.api.app.run` does.
+    `configs` has the configuration of each model. Returns the exit status. Raises what
+    `aioinfer.api.app.run` does.
     """
-    check_files(config.model)
+    for each in configs:
+        check_files(each.model)
+    config = configs[0]
     if config.parallel.executor in ("auto", "multiprocess") and "RANK" not in os.environ:
         fork_server.start()  # imports PyTorch meanwhile
     # of the ranks that torchrun has started, the first alone listens
@@ -53,11 +58,12 @@ def start(config: Config) -> int:
         elif not config.server.port:
             address = "a free port"
         if config.logging.format == "text":  # a program reads JSON
-            announce(f"starts {config.served_model_names[0]} at {address}")
+            names = ", ".join(each.served_model_names[0] for each in configs)
+            announce(f"starts {names} at {address}")
 
     from aioinfer.api.app import run as serve  # imports PyTorch
 
-    return serve(config)
+    return serve(configs)
 
 
 def _check_server(config: Config) -> None:

@@ -80,6 +80,7 @@ class Frontend:
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
         control: pauses the model, and has it sleep.
+        on_request_asleep: called when a request is queued while the model sleeps.
     """
 
     tokenizer: Tokenizer | None
@@ -123,6 +124,7 @@ class Frontend:
                 lockstep.join(engine.recovery, engine.plan_soon)
                 engine.lockstep = lockstep
         self.control = ModelControl(self.engines)
+        self.on_request_asleep: Callable[[], None] = lambda: None
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
         self._pictures: PictureReader | None = None
@@ -583,6 +585,8 @@ class Frontend:
         self._router.promise(route, first)
         engine.add(output, arrived)
         self.loop_lag.watch()
+        if self.control.sleep_level:
+            self.on_request_asleep()
         return output
 
     def offer(self, output: RequestOutput) -> Handover | None:
@@ -603,6 +607,7 @@ class Frontend:
     def _handle_death(self, engine: Engine, reason: str) -> None:
         """Ends everything once no engine lives, or one dies while they start; until then the other
         engines go on, and take over the requests of the dead one."""
+        engine.turn.set()  # nothing waits for it any more
         living = [engine for engine in self.engines if engine.state is not EngineState.DEAD]
         if self._is_started and living:
             moved, ended = relocate(engine, self.engines, self._router, self.config.scheduler)

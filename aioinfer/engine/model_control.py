@@ -118,6 +118,7 @@ class ModelControl:
         sleep_level: 0 for a model that is awake; see `sleep`.
         asleep: what has no memory on the device.
         weights_folder: where new workers find their weights; None before the start.
+        num_wakes: how often all of it has woken up.
     """
 
     def __init__(self, engines: Sequence[Engine]):
@@ -126,7 +127,7 @@ class ModelControl:
         self._is_held = False  # whether `pause` was called, and not `resume`
         self._rejects = False
         self._resleeping: set[asyncio.Task[None]] = set()
-        self.sleep_level = 0
+        self.sleep_level = self.num_wakes = 0
         self.asleep: set[Tag] = set()
         self.weights_folder: Path | None = None
         self._is_updating = False  # between `begin_update` and `end_update`
@@ -156,6 +157,22 @@ class ModelControl:
     def is_paused(self) -> bool:
         """See above."""
         return any(engine.is_paused for engine in self._engines)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait for `resume`, or for the end of an update."""
+        return self._is_held or self._is_updating
+
+    async def wait_free(self) -> None:
+        """Returns when no engine is paused, and no engine's workers are being restarted."""
+        while busy := [
+            engine
+            for engine in self._engines
+            if engine.state is EngineState.RESTARTING
+            or (engine.is_paused and engine.state is EngineState.SERVING)
+        ]:
+            busy[0].turn.clear()
+            await busy[0].turn.wait()
 
     def check_admits(self) -> None:
         """Raises `NotReadyError` while new requests are not taken."""
@@ -278,17 +295,25 @@ class ModelControl:
                 raise RequestError(f"tags are {' and '.join(TAGS)}, not {tag!r}", param="tags")
         if not self.sleep_level:
             return
-        await self._call("wake_up", tags=list(tags or TAGS))
+        # workers that are being started are awake, with the weights of the folder
+        are_new = not self._living and any(
+            engine.state is EngineState.RESTARTING for engine in self._engines
+        )
+        if not are_new:
+            await self._call("wake_up", tags=list(tags or TAGS))
         self.asleep.difference_update(tags or TAGS)
+        self.num_wakes += not self.asleep
         if self._lacks_weights and tags is None:
-            await self._call("update_from_disk", folder=str(self.weights_folder))
+            if not are_new:
+                await self._call("update_from_disk", folder=str(self.weights_folder))
             self._lacks_weights = False
             self._note_version(self._folder_version)
 
-    async def end_pause(self) -> None:
-        """Wakes the model up, and goes on with all requests."""
+    async def end_pause(self, *, wakes: bool = True) -> None:
+        """Goes on with all requests, and wakes the model up before."""
         try:
-            await self.wake_up()
+            if wakes:
+                await self.wake_up()
         finally:
             self._is_held = self._is_updating = False
             self._go_on_if_free()

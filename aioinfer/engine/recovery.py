@@ -27,8 +27,9 @@ import dataclasses
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aioinfer.engine.emission import Emission
 from aioinfer.engine.open_requests import OpenRequests
@@ -147,6 +148,7 @@ class Recovery:
         policy: how often and how soon the workers are restarted.
         new_executor: makes an executor of the engine's kind, or None: then there is no restart.
         on_restart: called when new workers serve, before any step is planned for them.
+        until_may_restart: awaited before new workers are started.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class Recovery:
         self._limits_of = limits_of
         self._on_death = on_death
         self.on_restart: Callable[[], None] = lambda: None
+        self.until_may_restart: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
         self._task: asyncio.Future[None] | None = None
 
     def begin_service(self) -> None:
@@ -290,6 +293,7 @@ class Recovery:
                 async with asyncio.timeout(MAX_END_S):
                     await workers.end()
                 await asyncio.sleep(delay_s)
+                await self.until_may_restart()
                 workers.executor = self._replacement_executor()
                 self._metrics.restarts += 1
                 async with asyncio.timeout(max(MAX_START_S, SLOWEST_START * workers.start_s)):

@@ -64,7 +64,7 @@ export class Composer {
     $("prompt").value ||= (sessionStorage.getItem(DRAFT) ?? "");
     this.#pictures.offer();
     this.#count();
-    this.focus();
+    if (document.activeElement !== $("model")) this.focus();
   }
 
   /** What is written: a text, or pictures and a text. */

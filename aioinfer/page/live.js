@@ -8,14 +8,20 @@ const RECONNECT_MS = 2000;
 
 export class Live {
   #onState;
+  #onTurn;
+  #awake; // the model that is awake, where several take turns
   #panels = [];
   #stream = null; // the AbortController of the stream that is open
   #timer = 0;
   #started = false;
 
-  /** `onState(state)` hears "wait", "live", "restart" or "lost". */
-  constructor(onState) {
+  /**
+   * `onState(state)` hears "wait", "live", "restart" or "lost"; `onTurn()` that another model has
+   * woken up.
+   */
+  constructor(onState, onTurn) {
     this.#onState = onState;
+    this.#onTurn = onTurn;
     document.addEventListener("visibilitychange", () => this.#follow());
     const redraw = () => this.#panels.forEach((panel) => panel.draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
@@ -58,9 +64,12 @@ export class Live {
   #take({ time, engines }) {
     while (this.#panels.length < engines.length) {
       const name = engines.length > 1 ? `Engine ${this.#panels.length}` : "Engine";
-      this.#panels.push(new EnginePanel(name));
+      this.#panels.push(new EnginePanel(engines[this.#panels.length].model ?? name));
     }
     engines.forEach((engine, index) => this.#panels[index].take(engine, time));
+    const awake = engines.find(({ model, asleep }) => model && !asleep)?.model ?? this.#awake;
+    if (awake !== this.#awake) this.#onTurn();
+    this.#awake = awake;
     const serves = engines.some((engine) => !engine.dead && !engine.restart);
     const returns = engines.some((engine) => engine.restart);
     this.#onState(serves ? "live" : returns ? "restart" : "lost");

@@ -34,6 +34,23 @@ function showModels(models) {
   if (models.some(({ id }) => id === last)) $("model").value = last;
 }
 
+/** Marks the models that sleep, where several take turns. */
+function showTurns(models) {
+  const asleep = new Set(models.filter(({ status }) => status?.value === "unloaded").map(({ id }) => id));
+  for (const option of document.querySelectorAll("#model option, #compare-model option"))
+    option.textContent = asleep.has(option.value) ? `${option.value} (asleep)` : option.value;
+}
+
+async function served() {
+  return (await (await request("/v1/models")).json()).data;
+}
+
+/** Shows what can be set for the chosen model, of several that are served. */
+async function openChosen(chat) {
+  const query = new URLSearchParams({ model: $("model").value });
+  chat.open(await (await request(`/page/info?${query}`)).json());
+}
+
 function showTitle({ title }) {
   document.title = [title || $("model").value, "aioinfer"].filter(Boolean).join(" · ");
 }
@@ -62,13 +79,18 @@ function showStart(error) {
 async function start(chat, live) {
   try {
     const [models, info] = await Promise.all([
-      request("/v1/models").then((response) => response.json()),
+      served(),
       request("/page/info").then((response) => response.json()),
     ]);
     $("notice").hidden = true;
-    showModels(models.data);
+    showModels(models);
+    showTurns(models);
     showTitle(chat.conversation);
     chat.open(info);
+    if (models.some(({ status }) => status)) {
+      $("model").addEventListener("change", () => openChosen(chat));
+      await openChosen(chat);
+    }
     live.start();
   } catch (error) {
     if (error.isStarting) {
@@ -127,7 +149,7 @@ async function main() {
     showPane("chat");
   };
   const history = new History(store, open);
-  const live = new Live(showState);
+  const live = new Live(showState, async () => showTurns(await served()));
   $("clear").addEventListener("click", () => open(new Conversation()));
   $("model").addEventListener("change", () => keep("model", $("model").value));
   $("key-form").addEventListener("submit", (event) => {

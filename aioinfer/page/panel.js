@@ -131,14 +131,16 @@ export class EnginePanel {
   }
 
   /** Says why the engine does not serve, if it does not. */
-  #drawOutage({ dead, restart }) {
+  #drawOutage({ dead, restart, asleep }) {
     const [attempt, attempts] = restart ?? [];
     const text = restart
       ? `The workers were lost and are restarting: attempt ${attempt} of ${attempts}. ` +
         "Requests wait."
       : dead
         ? `Dead: ${dead.split("\n")[0]}`
-        : "";
+        : asleep
+          ? "Asleep: a request that names it wakes it up."
+          : "";
     const node = this.#values.outage;
     // written only when it changes: screen readers read it aloud
     if (node.textContent !== text) node.textContent = text;

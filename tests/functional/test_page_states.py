@@ -7,6 +7,7 @@ import json
 import pytest
 
 from aioinfer.api.server import HttpServer
+from aioinfer.engine.model_group import ModelGroup
 from bench_loop import make_frontend
 from tests.functional.chat_page import IDLE, say
 from tests.functional.chromium import EXECUTABLE, Page
@@ -33,7 +34,7 @@ async def test_the_page_waits_for_a_server_that_starts(browser: Page) -> None:
         assert await browser.run("document.querySelector('#prompt').disabled")
         server.on_progress("load the weights", 3, 12)
         await browser.until(f"{HINT} === 'The server is starting (load the weights, 25 %).'")
-        await server.serve(frontend)
+        await server.serve(ModelGroup([frontend]))
         await browser.until(f"{STATE} === 'live' && !document.querySelector('#prompt').disabled")
         assert "starting" not in await browser.run(HINT)
         while not browser.errors.empty():
@@ -42,6 +43,34 @@ async def test_the_page_waits_for_a_server_that_starts(browser: Page) -> None:
         await browser.open("about:blank")
         await server.close()
         await frontend.close()
+
+
+async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
+    settings = {"server.min_stay_s": 0.0}
+    first, second = [
+        await make_frontend(4, 0.005, settings | {"server.served_model_names": [name]})
+        for name in ("first", "second")
+    ]
+    await second.control.sleep()
+    models, server = ModelGroup([first, second]), HttpServer(first.config)
+    names = "[...document.querySelectorAll('#model option')].map((one) => one.textContent).join()"
+    panels = "[...document.querySelectorAll('#engine h2')].map((one) => one.textContent).join()"
+    try:
+        url = await server.start()
+        await server.serve(models)
+        await browser.open(url)
+        await browser.until(f"{names} === 'first,second (asleep)' && {panels} === 'first,second'")
+        await browser.run(
+            "document.querySelector('#model').value = 'second';"
+            "document.querySelector('#model').dispatchEvent(new Event('change'))"
+        )
+        await say(browser, "Hello")
+        await browser.until(f"{names} === 'first (asleep),second'")
+        assert models.awake is second
+    finally:
+        await browser.open("about:blank")
+        await server.close()
+        await models.close()
 
 
 async def test_a_wrong_key_is_said_to_be_wrong(page: Page, mounted: tuple[Script, str]) -> None:

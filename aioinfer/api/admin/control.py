@@ -19,17 +19,17 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import asdict
 
 from aioinfer.api.admin.info import Status
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import MODEL, MODELS, ModelQuery, frontend_of
 from aioinfer.api.decoding import Body
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
-from aioinfer.engine.model_control import Mode, Tag
+from aioinfer.engine.model_control import Mode, ModelControl, Tag
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
 
-class PauseQuery(Struct, kw_only=True):
+class PauseQuery(ModelQuery, kw_only=True):
     """The query of `/pause`."""
 
     mode: Mode = "keep"
@@ -218,7 +218,10 @@ class UnloadAdapter(Body, kw_only=True):
 async def load_adapter(request: web.Request, body: LoadAdapter) -> Status:
     """Adds an adapter: requests name it as their `model`. 400 for one that is not there or does not
     go with the model, or whose name is taken without `load_inplace`."""
-    adapters = request.app[FRONTEND].adapters
+    frontend = frontend_of(request)
+    adapters = frontend.adapters
+    if request.app[MODELS].find(body.lora_name) not in (None, frontend):
+        raise RequestError("another model, or its adapter, has this name", param="lora_name")
     try:
         await adapters.add(body.lora_name, body.lora_path, replaces=body.load_inplace)
     except ConfigError as error:
@@ -228,7 +231,8 @@ async def load_adapter(request: web.Request, body: LoadAdapter) -> Status:
 
 async def unload_adapter(request: web.Request, body: UnloadAdapter) -> Status:
     """Removes an adapter; running requests keep it. 404 for one that is not there."""
-    request.app[FRONTEND].adapters.remove(body.lora_name)
+    frontend = request.app[MODELS].find(body.lora_name) or frontend_of(request)
+    frontend.adapters.remove(body.lora_name)
     return Status(status="unloaded")
 
 
@@ -237,27 +241,28 @@ async def pause(request: web.Request, query: PauseQuery) -> Status:
     run says `mode`: they stop where they are ("keep", the default), are finished first ("wait"), or
     end with what they have ("abort"). With `clear_cache` all KV blocks are forgotten. New requests
     are taken, and `/health/ready` is 503 meanwhile."""
-    control = request.app[FRONTEND].control
+    control = _control(request)
     await control.pause(query.mode, clear_cache=query.clear_cache)
     return Status(status="paused")
 
 
 async def resume(request: web.Request) -> Status:
     """Goes on with all requests after `/pause`. 409 while the model sleeps."""
-    request.app[FRONTEND].control.resume()
+    _control(request).resume()
     return Status(status="running")
 
 
 async def show_paused(request: web.Request) -> Paused:
     """Returns whether requests wait for `/resume` or `/wake_up`."""
-    return Paused(is_paused=request.app[FRONTEND].control.is_paused)
+    return Paused(is_paused=frontend_of(request).control.is_paused)
 
 
 async def sleep(request: web.Request, query: SleepQuery) -> Status:
     """Frees the device's memory of weights and KV cache until `/wake_up`; `level` 1 keeps the
     weights in memory of the host, 2 drops them. `mode` is that of `/pause`. New requests wait;
     after "abort" they are answered 503. Does nothing for a model that sleeps."""
-    await request.app[FRONTEND].control.sleep(query.level, query.mode)
+    _refuse_turns(request)
+    await _control(request).sleep(query.level, query.mode)
     return Status(status="sleeping")
 
 
@@ -265,29 +270,31 @@ async def wake_up(request: web.Request, query: WakeQuery) -> Status:
     """Takes memory again for what `tags` name, "weights" or "kv_cache", by default for both; then
     requests go on, unless `/pause` was called. After level 2 the weights are loaded again, unless
     there are tags: then an update brings them. Does nothing for a model that is awake."""
-    control = request.app[FRONTEND].control
+    _refuse_turns(request)
+    control = _control(request)
     await control.wake_up(query.tags or None)
     return Status(status="sleeping" if control.sleep_level else "awake")
 
 
 async def show_sleeping(request: web.Request) -> Sleeping:
     """Returns whether weights or KV cache have no memory on the device."""
-    return Sleeping(is_sleeping=request.app[FRONTEND].control.sleep_level > 0)
+    return Sleeping(is_sleeping=frontend_of(request).control.sleep_level > 0)
 
 
 async def mark_version(request: web.Request, response: web.StreamResponse) -> None:
     """Names the version of the weights in a response's head."""
-    response.headers["X-Weight-Version"] = request.app[FRONTEND].control.weight_version
+    frontend = request.get(MODEL) or request.app[MODELS].first
+    response.headers["X-Weight-Version"] = frontend.control.weight_version
 
 
 async def show_weights(request: web.Request) -> WeightInfo:
     """Returns the version of the weights, which answers name as well."""
-    return WeightInfo(weight_version=request.app[FRONTEND].control.weight_version)
+    return WeightInfo(weight_version=frontend_of(request).control.weight_version)
 
 
 async def update_version(request: web.Request, body: NewVersion) -> UpdateReply:
     """Gives the weights another version, as which answers name them from now on."""
-    request.app[FRONTEND].control.name_weights(body.new_version)
+    _control(request).name_weights(body.new_version)
     return UpdateReply(weight_version=body.new_version)
 
 
@@ -295,13 +302,13 @@ async def update_from_disk(request: web.Request, body: UpdateFromDisk) -> Update
     """Loads the weights of a checkpoint of the same model; requests that run go on with them, by
     default with the KV blocks that they have. The prefix cache is emptied. 400 for a checkpoint
     that does not go with the model: nothing has changed then."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     options = replace(frontend.config.model, path=body.model_path, revision=None)
     try:
         folder = await asyncio.to_thread(resolve_model, options)
     except ConfigError as error:
         raise RequestError(str(error), param="model_path") from error
-    control = frontend.control
+    control = _control(request)
     await control.update_from_disk(folder, version=body.weight_version, mode=body.mode)
     return UpdateReply(weight_version=control.weight_version)
 
@@ -310,20 +317,20 @@ async def join_group(request: web.Request, body: JoinGroup) -> Status:
     """Has all workers join a process group with a trainer, between two steps, and answers when it
     has formed. 400 if it does not in time."""
     options = asdict(body.init_info)
-    await request.app[FRONTEND].control.join_group(options, options.pop("rank_offset"))
+    await _control(request).join_group(options, options.pop("rank_offset"))
     return Status(status="joined")
 
 
 async def start_update(request: web.Request) -> Status:
     """Begins an update of the weights: requests that run stop until `/finish_weight_update`."""
-    await request.app[FRONTEND].control.begin_update()
+    await _control(request).begin_update()
     return Status(status="updating")
 
 
 async def update_weights(request: web.Request, body: UpdateWeights) -> Status:
     """Loads tensors, of which all are checked before any is. Once a layer has all of its tensors it
     computes with them. 400 for tensors that do not go with the model, or do not come in time."""
-    info, control = body.update_info, request.app[FRONTEND].control
+    info, control = body.update_info, _control(request)
     if not len(info.names) == len(info.dtype_names) == len(info.shapes):
         raise RequestError("names, dtype_names and shapes differ in length", param="update_info")
     known = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
@@ -340,7 +347,7 @@ async def finish_update(request: web.Request, body: FinishUpdate) -> UpdateReply
     """Ends an update. Requests go on with the new weights, and by default with the KV blocks that
     they have, unless `/pause` was called before; the prefix cache is emptied. 400 if layers lack
     tensors: these have their former weights, and the server stays paused."""
-    control = request.app[FRONTEND].control
+    control = _control(request)
     await control.end_update(body.weight_version)
     return UpdateReply(weight_version=control.weight_version)
 
@@ -348,9 +355,24 @@ async def finish_update(request: web.Request, body: FinishUpdate) -> UpdateReply
 async def call_workers(request: web.Request, body: CallWorkers) -> CallResults:
     """Returns the results of a method of `parallel.worker_extension`, called on every worker
     between two steps. 400 if there is no such method, or it fails."""
-    control, timeout = request.app[FRONTEND].control, body.timeout
+    control, timeout = _control(request), body.timeout
     results = await control.call_extension(body.method, body.args, body.kwargs, timeout_s=timeout)
     return CallResults(results=results)
+
+
+def _control(request: web.Request) -> ModelControl:
+    """Returns the control of the model that a request names. Raises `RequestError` (409) for one of
+    several that sleeps: only requests that name it wake it up."""
+    control, models = frontend_of(request).control, request.app[MODELS]
+    if len(models) > 1 and control.sleep_level:
+        raise RequestError("the model sleeps: another one has its turn", status=409, param="model")
+    return control
+
+
+def _refuse_turns(request: web.Request) -> None:
+    """Raises `RequestError` (409) if several models sleep and wake up by turns."""
+    if len(request.app[MODELS]) > 1:
+        raise RequestError("the models of this server sleep and wake up by turns", status=409)
 
 
 async def abort(request: web.Request, body: AbortRequest) -> AbortReply:
@@ -366,7 +388,7 @@ async def abort(request: web.Request, body: AbortRequest) -> AbortReply:
         reply_id = request_id.rpartition("-")[0]
         return wanted in (request_id, reply_id, reply_id.partition("-")[2])
 
-    count = request.app[FRONTEND].abort(is_meant) if wanted else 0
+    count = sum(each.abort(is_meant) for each in request.app[MODELS]) if wanted else 0
     if not count:
         raise RequestError(
             "no request of this id is queued or runs",
@@ -380,7 +402,8 @@ async def abort(request: web.Request, body: AbortRequest) -> AbortReply:
 async def reset_prefix_cache(request: web.Request) -> Status:
     """Clears the prefix cache: the next prompts are computed from scratch. Running requests go
     on."""
-    request.app[FRONTEND].reset_prefix_cache()
+    for each in request.app[MODELS]:
+        each.reset_prefix_cache()
     return Status(status="reset")
 
 
@@ -395,7 +418,7 @@ async def show_experts(request: web.Request) -> ExpertLoads:
 
     Tokens of the last second may be missing. A model without experts has no layers.
     """
-    loads = [expert_load(engine) for engine in request.app[FRONTEND].engines]
+    loads = [expert_load(engine) for engine in frontend_of(request).engines]
     return ExpertLoads(engines=[ExpertEngine(layers=_layers(load)) for load in loads])
 
 
@@ -419,7 +442,7 @@ async def make_placement(request: web.Request, query: PlacementQuery) -> Placeme
 
     404 where nothing was counted yet, or the model has no experts.
     """
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     ranks, copies = query.ranks, query.copies
     if isinstance(ranks, UnsetType):
         ranks = frontend.config.parallel.tensor_parallel_size

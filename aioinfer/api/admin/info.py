@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
-from aioinfer.api.context import FRONTEND, STARTED, check_model
+from aioinfer.api.context import MODELS, STARTED, frontend_of, name_model
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
@@ -56,8 +56,14 @@ class Status(Struct, kw_only=True):
     engines: list[str] | UnsetType = UNSET
 
 
+class ModelStatus(Struct, kw_only=True):
+    """Whether a model is awake, in the words of llama.cpp's router."""
+
+    value: Literal["loaded", "unloaded"]
+
+
 class Model(Struct, kw_only=True):
-    """A name under which the model is served."""
+    """A name under which a model is served; `status` where several models take turns."""
 
     id: str
     object: Literal["model"] = "model"
@@ -67,10 +73,11 @@ class Model(Struct, kw_only=True):
     parent: str | None = None
     max_model_len: int | None
     input_modalities: list[str]
+    status: ModelStatus | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):
-    """All names under which the model is served."""
+    """All names under which models are served."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -93,28 +100,30 @@ class Load(Struct, kw_only=True):
 
 
 async def list_models(request: web.Request) -> ModelList:
-    """Lists the names under which the model is served, and its adapters."""
-    frontend = request.app[FRONTEND]
-    names = frontend.model_names()
-    return ModelList(data=[_card(request.app, name) for name in names])
+    """Lists the names under which models are served, and their adapters."""
+    cards = [
+        _card(request.app, frontend, name)
+        for frontend in request.app[MODELS]
+        for name in frontend.model_names()
+    ]
+    return ModelList(data=cards)
 
 
 async def get_model(request: web.Request) -> Model:
-    """Describes the model under one of its names; 404 for any other."""
+    """Describes a model under one of its names; 404 for any other."""
     name = request.match_info["id"]
-    check_model(request.app[FRONTEND], name)
-    return _card(request.app, name)
+    return _card(request.app, name_model(request, name), name)
 
 
 async def health(request: web.Request) -> Status:
-    """Answers 200 while an engine lives, and 503 with the reason once none does.
+    """Answers 200 while an engine of every model lives, and 503 with the reason once none does.
 
     Where not all serve, the reply has the state of each (see `EngineState`).
     """
-    frontend = request.app[FRONTEND]
-    if not frontend.is_healthy():
-        raise EngineDeadError(frontend.dead_reason)
-    states = [engine.state for engine in frontend.engines]
+    models = request.app[MODELS]
+    if not models.is_healthy():
+        raise EngineDeadError(models.dead_reason)
+    states = [engine.state for each in models for engine in each.engines]
     if all(state is EngineState.SERVING for state in states):
         return Status(status="ok")
     return Status(status="degraded", engines=[state.value for state in states])
@@ -129,12 +138,13 @@ async def live(request: web.BaseRequest) -> Status:
 async def ready(request: web.Request) -> Status:
     """Answers 200 while requests should be sent to this server, and 503 with the reason before and
     after that, and while no engine serves."""
-    frontend = request.app[FRONTEND]
+    models = request.app[MODELS]
+    frontend = models.awake
     if (obstacle := request.app[READINESS].obstacle) is not None:
         raise NotReadyError(obstacle)
-    if frontend.control.sleep_level:
+    if frontend.control.sleep_level and not models.is_swapping:
         raise NotReadyError("the model sleeps")
-    if frontend.control.is_paused:
+    if frontend.control.is_paused and not models.is_swapping:
         raise NotReadyError("the server is paused")
     if frontend.is_healthy() and not frontend.is_ready():
         raise NotReadyError("the workers of all engines are being restarted")
@@ -148,30 +158,30 @@ async def version(request: web.Request) -> Version:
 
 async def show_load(request: web.Request) -> Load:
     """Returns the numbers of queued and running requests on all engines: `server_load`, as in vLLM,
-    is their sum."""
-    stats = request.app[FRONTEND].stats()
-    running, queued = int(stats["running"]), int(stats["waiting"])
+    is their sum. The rest is of the model that is awake."""
+    models = request.app[MODELS]
+    found = [each.stats() for each in models]
+    running, queued = (int(sum(each[name] for each in found)) for name in ("running", "waiting"))
     return Load(
         server_load=running + queued,
         running=running,
         waiting=queued,
-        kv_cache_usage=stats["kv_cache_usage"],
-        paused=request.app[FRONTEND].control.is_paused,
+        kv_cache_usage=models.awake.stats()["kv_cache_usage"],
+        paused=models.awake.control.is_paused and not models.is_swapping,
     )
 
 
 async def tokenizer_info(request: web.Request) -> dict[str, Any]:
     """Describes the tokenizer: its special tokens, which vLLM's clients read as `eos_token` and the
     like, and its chat template."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     described = frontend.require_tokenizer().describe()
     sizes = {"vocab_size": frontend.vocab_size, "max_model_len": frontend.max_model_len}
     return described["special_tokens"] | described | sizes
 
 
-def _card(app: web.Application, name: str) -> Model:
-    frontend = app[FRONTEND]
-    is_adapter = name in frontend.adapters
+def _card(app: web.Application, frontend: Frontend, name: str) -> Model:
+    is_awake, is_adapter = frontend is app[MODELS].awake, name in frontend.adapters
     return Model(
         id=name,
         created=app[STARTED],
@@ -179,4 +189,7 @@ def _card(app: web.Application, name: str) -> Model:
         parent=frontend.config.served_model_names[0] if is_adapter else None,
         max_model_len=frontend.max_model_len,
         input_modalities=frontend.input_modalities,
+        status=UNSET
+        if len(app[MODELS]) == 1
+        else ModelStatus(value="loaded" if is_awake else "unloaded"),
     )

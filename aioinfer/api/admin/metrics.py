@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from aioinfer.api.admin.control import expert_load
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import MODELS
 from aioinfer.api.http.connections import CONNECTIONS
 from aioinfer.api.http.limits import ACCOUNTS
 from aioinfer.engine.engine import Engine
@@ -218,6 +218,14 @@ _OF_LOOP = (
         "Lateness of a timer on the event loop."),
 )
 
+#: Of several models that take turns: the source is the `Frontend`.
+_OF_TURNS = (
+    Row("aioinfer:model_awake", _GAUGE, lambda f: float(not f.control.sleep_level),
+        "1 while the model has the devices, 0 while it sleeps."),
+    Row("aioinfer:model_wakes", _COUNTER, lambda f: f.control.num_wakes,
+        "Times that the model has woken up."),
+)
+
 #: Of the HTTP server: the source is the `ConnectionServer`.
 _OF_SERVER = (
     Row("aioinfer:open_connections", _GAUGE, lambda c: len(c.open),
@@ -272,16 +280,20 @@ async def show_metrics(request: web.Request) -> web.Response:
     Between two of them the event loop does other work: the whole takes milliseconds.
     """
     app = request.app
-    frontend = app[FRONTEND]
-    model = frontend.config.served_model_names[0]
-    engines = [((model, str(engine.number)), engine) for engine in frontend.engines]
+    models = app[MODELS]
+    named = [((each.config.served_model_names[0],), each) for each in models]
+    ((model,), _), *others = named
+    engines = [
+        ((*name, str(engine.number)), engine) for name, each in named for engine in each.engines
+    ]
     accounts = [((model, account.key.name), account) for account in app[ACCOUNTS]]
     of_engine, of_model, of_key = ("model_name", "engine"), ("model_name",), ("model_name", "key")
     tables: tuple[tuple[Iterable[Row], Sequence[str], Sequence[Any]], ...] = (
         (_OF_ENGINES, of_engine, engines),
-        (_of_features(frontend.engines), of_engine, engines),
+        (_of_features(engine for _, engine in engines), of_engine, engines),
         (_OF_EXPERTS, of_engine, engines),
-        (_OF_LOOP, of_model, [((model,), frontend)]),
+        (_OF_LOOP, of_model, named),
+        (_OF_TURNS, of_model, named if others else ()),
         (_OF_SERVER, of_model, [((model,), app[CONNECTIONS])]),
         (_OF_KEYS, of_key, accounts),
     )

@@ -20,7 +20,7 @@ import orjson
 from aiohttp import web
 
 from aioinfer import __version__
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import MODELS
 from aioinfer.api.errors import (
     PREFIX,
     AnthropicError,
@@ -132,7 +132,7 @@ def describe(app: web.Application, routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
         paths.setdefault(path, {})[route.method.lower()] = _describe(route, path, schema_of)
-    below = app[FRONTEND].config.server.path_prefix + app[PREFIX]()
+    below = app[MODELS].first.config.server.path_prefix + app[PREFIX]()
     return {
         "openapi": "3.1.0",
         "info": {

@@ -22,11 +22,11 @@ from string import Template
 
 import numpy as np
 from aiohttp import web
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
-from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
+from aioinfer.api.context import MODELS, STREAM_HEADERS, encode, frontend_of
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
@@ -166,6 +166,8 @@ class LiveState(Struct, kw_only=True):
     """The state of an engine.
 
     Attributes:
+        model: the name of its model, where several models take turns.
+        asleep: true while that sleeps.
         dead: why the engine is dead, if it is.
         restart: `[attempt, attempts]` while the workers are restarted.
         stages: `[busy, idle]` of each pipeline stage in seconds (`StageTime`), where there are
@@ -175,6 +177,8 @@ class LiveState(Struct, kw_only=True):
         experts: None if no tokens of experts were reported since.
     """
 
+    model: str | UnsetType = UNSET
+    asleep: bool | UnsetType = UNSET
     dead: str | None
     restart: tuple[int, int] | None
     slots: int
@@ -231,7 +235,7 @@ async def add_slash(request: web.BaseRequest) -> web.Response:
 
 async def show_info(request: web.Request) -> PageInfo:
     """Returns the settings and capabilities that the chat page needs."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     defaults = frontend.defaults
     params = defaults.sampling_params()
     values = {name: _as_written(getattr(params, name)) for name in _SETTINGS}
@@ -256,7 +260,9 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     for it.
     """
     deadline_of(request).lift()  # a live stream has none
-    engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
+    models, ended = request.app[MODELS], request.app[_ENDED]
+    owners = [each for each in models for _ in each.engines]
+    engines = [engine for each in models for engine in each.engines]
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     last_steps, last_reports = [-1] * len(engines), [0] * len(engines)
@@ -269,6 +275,10 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                     engine_state(engine, *last)
                     for engine, *last in zip(engines, last_steps, last_reports, strict=True)
                 ]
+                if len(models) > 1:
+                    for state, owner in zip(states, owners, strict=True):
+                        state.model = owner.config.served_model_names[0]
+                        state.asleep = owner.control.sleep_level > 0
                 event = LiveEvent(time=time.perf_counter(), engines=states)
                 await response.write(b"data: " + encode(event) + b"\n\n")
                 last_steps = [

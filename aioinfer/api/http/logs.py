@@ -57,6 +57,7 @@ class RequestRecord:
         code, reason: of the error that answers it, where there is one.
         outputs: one for each prompt that was queued.
         model: the model that its body names, if it does.
+        served: the first name of the model that answers it, once that is known.
     """
 
     arrived: float
@@ -68,6 +69,7 @@ class RequestRecord:
     reason: str | None = None
     outputs: Sequence[RequestOutput] = ()
     model: str | None = None
+    served: str | None = None
 
     def sequences(self) -> list[OutputSequence]:
         """Returns the sequences of all outputs."""
@@ -111,7 +113,6 @@ class RequestLog:
     def __init__(self, config: Config, trace: Tracer | None = None):
         """`trace` queues the spans of a request, and returns its trace id."""
         self._trace = trace
-        self._model = config.served_model_names[0]
         self._is_on = config.logging.requests
         self._without_key = LimitedLog(_request_log, "requests without a valid API key")
 
@@ -167,7 +168,7 @@ class RequestLog:
         if stages is not None:
             requests = [sequence.request for sequence in record.sequences()]
             fields |= {
-                "model": self._model,
+                "model": record.served,
                 "prompt_tokens": sum(len(o.prompt_token_ids) for o in record.outputs),
                 "cached_tokens": sum(o.num_cached_tokens for o in record.outputs),
                 "output_tokens": sum(o.num_generated for o in record.outputs),

@@ -61,7 +61,7 @@ class Tracing:
     def __init__(self, config: Config, sdk_log: _SdkLog):
         """Takes long: made by `start`."""
         self._sdk_log = sdk_log
-        self._model = config.served_model_names[0]
+        self._model = config.served_model_names[0]  # of requests that end before they name one
         name = OTELResourceDetector().detect().attributes.get("service.name", "aioinfer")
         self._exporter = OTLPSpanExporter(
             endpoint=_traces_url(config.tracing.endpoint or ""),
@@ -113,7 +113,9 @@ class Tracing:
                 {"http.request.method": method}
                 | ({} if route is None else {"http.route": route})
                 | _http_attributes(request, record)
-                | _generation_attributes(record, self._model, _OPERATIONS.get(route or ""))
+                | _generation_attributes(
+                    record, record.served or self._model, _OPERATIONS.get(route or "")
+                )
             )
             _set_status(span, record)
             parent = set_span_in_context(span, context)

@@ -18,7 +18,14 @@ from aiohttp import BodyPartReader, web
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, RATE_LIMITER, REQUEST_BODIES, check_model, encode
+from aioinfer.api.context import (
+    MODELS,
+    RATE_LIMITER,
+    REQUEST_BODIES,
+    encode,
+    frontend_of,
+    name_model,
+)
 from aioinfer.api.decoding import Body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import error_event, json_response
@@ -150,9 +157,11 @@ async def _answer(
     request: web.Request, kind: type[TranslationForm], task: str
 ) -> web.StreamResponse:
     """Answers a form. Raises what `read_body`, `admit`, `submitted` and `collect` do."""
-    transcriber = request.app[FRONTEND].require_transcriber()
+    if all("audio" not in each.input_modalities for each in request.app[MODELS]):
+        frontend_of(request).require_transcriber()  # refuses before anything is received
     with request.app[REQUEST_BODIES].hold() as held:
         form, data = await _receive(request, kind, held)
+        transcriber = frontend_of(request).require_transcriber()
         admit(request, None)
         recording = await transcriber.read(data, "file")
         del data
@@ -166,15 +175,15 @@ async def _receive(
 ) -> tuple[TranslationForm, bytes]:
     """Returns the fields of a form, and its file. Raises `RequestError`."""
     await request.app[RATE_LIMITER].enter()
-    frontend = request.app[FRONTEND]
+    limit = max(each.config.media.max_bytes for each in request.app[MODELS])
 
     async def take(part: BodyPartReader) -> None:
         async for chunk in chunks_of(part):
-            held.add(chunk, frontend.config.media.max_bytes)
+            held.add(chunk, limit)
 
     form = await receive_form(request, kind, take)
     form.check()
-    check_model(frontend, form.model)
+    name_model(request, form.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), form.model
     return form, await asyncio.to_thread(b"".join, held.take())
@@ -212,7 +221,7 @@ class Transcript:
             self.language = await self._detect() if transcriber.detects_language else "en"
         prompts = transcriber.prompts(
             self._recording, self.language, self._task, text=form.prompt, has_times=form.has_times,
-            max_len=self._request.app[FRONTEND].max_model_len,
+            max_len=frontend_of(self._request).max_model_len,
         )  # fmt: skip
         async with submitted(self._request, self._generation(prompts, self._params)) as outputs:
             if isinstance(form, TranscriptionForm) and form.stream:
@@ -232,7 +241,7 @@ class Transcript:
         """Returns how much the tokens of each part attend to its sound."""
         prompts, params = self._transcriber.alignment(
             self._recording, self.language or "en", self._task,
-            [delta.token_ids for delta in deltas], self._request.app[FRONTEND].max_model_len,
+            [delta.token_ids for delta in deltas], frontend_of(self._request).max_model_len,
         )  # fmt: skip
         async with submitted(self._request, self._generation(prompts, params)) as outputs:
             await collect(outputs)

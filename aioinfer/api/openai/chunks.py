@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from aioinfer.api.context import FINGERPRINT, encode
+from aioinfer.api.context import FINGERPRINTS, encode
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import (
     DONE,
@@ -132,7 +132,9 @@ class ChunkDialect(TextDialect[S]):
             "id": self.id,
             "created": stream_state(request).created,
             "model": self.model_name,
-            "system_fingerprint": request.app[FINGERPRINT],
+            "system_fingerprint": request.app[FINGERPRINTS][
+                self.frontend.config.served_model_names[0]
+            ],
         }
         usage = None if body.include_usage else UNSET
         self.chunk = Chunk(object=self.chunk_object, usage=usage, **self.envelope)

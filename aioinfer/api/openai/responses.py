@@ -32,7 +32,7 @@ from aioinfer.api.batch.store import (
     owner_of,
     page_of,
 )
-from aioinfer.api.context import FRONTEND, STREAM_HEADERS
+from aioinfer.api.context import STREAM_HEADERS, frontend_of
 from aioinfer.api.delivery import submitted
 from aioinfer.api.errors import describe, json_response, renamed
 from aioinfer.api.event_stream import stream_state
@@ -467,7 +467,7 @@ async def list_input_items(request: web.Request, query: PageQuery) -> Page:
 
 async def count_input_tokens(request: web.Request, body: ResponseRequest) -> InputTokens:
     """Returns how many tokens the prompt of a response would have. Nothing is generated."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     frontend.require_tokenizer("input")
     admit(request, body.timeout_s)
     dialect = ResponseDialect(request, body)

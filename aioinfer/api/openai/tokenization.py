@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, encode, encode_list
+from aioinfer.api.context import encode, encode_list, frontend_of
 from aioinfer.api.messages import template_messages
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
@@ -45,7 +45,7 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
 
     A text in `content`, as llama.cpp's clients send it, gets no BOS unless `add_special`.
     """
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     limit = max(MAX_TOKENS, frontend.max_model_len)
     if body.messages is not None:
         ids = await frontend.encode_chat(
@@ -79,7 +79,7 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
 async def detokenize(request: web.Request, body: DetokenizeRequest) -> web.Response:
     """Returns the text of token ids, special tokens included: as `prompt`, and to a request without
     a `model` as `content` as well, where llama.cpp's clients look for it."""
-    frontend = request.app[FRONTEND]
+    frontend = frontend_of(request)
     tokenizer = frontend.require_tokenizer("tokens")
 
     def write() -> bytes:
