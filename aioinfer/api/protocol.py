@@ -62,6 +62,8 @@ def split_prompts(given: Any) -> list[Prompt]:
 def check_prompts(given: Any, param: str) -> None:
     """Raises `RequestError` naming `param` for no prompts, for too many, and for a list with token
     ids that holds lists, too."""
+    if isinstance(given, str):
+        return
     prompts = split_prompts(given)
     if not prompts:
         raise RequestError(f"the {param} is empty", param=param)
