@@ -360,8 +360,8 @@ class MediaConfig:
     cache_embeddings: ClassVar[int] = 16_384
 
     max_pictures: int = key(
-        "Maximum of pictures in a request. 0: the model reads text alone, and its vision tower is "
-        "not loaded.",
+        "Maximum of pictures in a request, or of clips of sound. 0: the model reads text alone, "
+        "and its tower is not loaded.",
         16,
         minimum=0,
         maximum=1024,

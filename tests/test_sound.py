@@ -117,7 +117,7 @@ REFUSED = {
     "half a head": (GOOD[:20], "is not sound"),
     "no samples": (wav(np.zeros(0)), "has no samples"),
     "a slow rate": (wav(np.zeros(99), 900), "has 900 samples a second"),
-    "a long file": (wav(np.zeros(6 * RATE)), "is longer than 5 seconds (media.max_seconds)"),
+    "a long file": (wav(np.zeros(6 * RATE)), "is longer than 5 seconds (see media.max_seconds)"),
     "a broken FLAC": (b"fLaC" + bytes(200), "is not sound"),
 }
 

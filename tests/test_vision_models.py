@@ -23,7 +23,9 @@ from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import SamplingParams
 from tests.vision_models import (
     MODELS,
+    SOUND_MODELS,
     Reference,
+    clip_of,
     conversation,
     picture,
     reference_inputs,
@@ -90,7 +92,11 @@ def check(saved: Saved, turns: Sequence[Parts], outputs: Sequence[Output]) -> No
 
 
 def chat(llm: LLM, turns: Sequence[Parts]) -> list[Output]:
-    return llm.chat([conversation(*parts) for parts in turns], PARAMS)
+    return llm.chat([said(llm, parts) for parts in turns], PARAMS)
+
+
+def said(llm: LLM, parts: Parts) -> list[dict[str, Any]]:
+    return conversation(*parts, hears="audio" in llm.frontend.input_modalities)
 
 
 def features_of(llm: LLM) -> Planning:
@@ -98,7 +104,9 @@ def features_of(llm: LLM) -> Planning:
     return found
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "saved", [each for each in MODELS if each not in SOUND_MODELS], indirect=True
+)
 def test_pixels_and_counts_are_transformers_s(saved: Saved) -> None:
     vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
     assert vision is not None
@@ -149,7 +157,9 @@ def budget(saved: Saved, tokens: int) -> dict[str, int]:
 def largest(saved: Saved) -> int:
     vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
     assert vision is not None
-    return max(vision.format.process(image).num_embeddings for image in (WIDE, HIGH, SMALL))
+    format = vision.format
+    given = [clip_of(each) if format.hears else each for each in (WIDE, HIGH, SMALL)]
+    return max(format.process(each).num_embeddings for each in given)
 
 
 @ONE
@@ -233,6 +243,6 @@ def test_drafts(saved: Saved) -> None:
 def test_several_sequences_of_a_prompt(saved: Saved) -> None:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, n=2)
     with opened(saved) as llm:
-        (output,) = llm.chat([conversation(*TURNS[1])], params)
+        (output,) = llm.chat([said(llm, TURNS[1])], params)
         check(saved, TURNS[1:2], [output])
         assert output.completions[1].token_ids == output.token_ids

@@ -3,6 +3,7 @@ what transformers generates with them."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 import transformers
 from PIL import Image
 
+from tests.test_sound import wav
 from tests.tiny_models import randomize
 
 _BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -35,7 +37,7 @@ _MARKERS_OF = {
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "{% for part in message.content %}{% if part.type in ('image', 'audio') %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -252,6 +254,29 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
     ),
 }  # fmt: skip
 
+_SOUND = {
+    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+    "num_mel_bins": 20, "initializer_range": 0.2,
+}  # fmt: skip
+#: Families that hear, as `MODELS`; a picture is a clip of sound for them (`clip_of`).
+SOUND_MODELS: dict[str, Any] = {
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {"model_type": "llama"},
+        {**_SOUND, "max_source_positions": 30},
+        {"audio_token_id": IMAGE},
+        {},
+    ),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {"model_type": "qwen2"},
+        {**_SOUND, "max_source_positions": 120},
+        {"audio_token_index": IMAGE},
+        {},
+    ),
+}  # fmt: skip
+MODELS |= SOUND_MODELS
+
 
 #: Families whose norms store their weights less one.
 _UNIT_OFFSET = ("gemma3", "qwen3_5")
@@ -267,12 +292,15 @@ def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> 
         section = [head_dim // TEXT["head_dim"] * pairs for pairs in rope["mrope_section"]]
         text["rope_parameters"] = {**rope, "mrope_section": section}
     model_class = getattr(transformers, class_name)
-    config = model_class.config_class(text_config=text, vision_config=tower, **own)
+    part = "audio_config" if name in SOUND_MODELS else "vision_config"
+    config = model_class.config_class(text_config=text, **{part: tower}, **own)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).eval()
     randomize(model, offset=1.0 if name in _UNIT_OFFSET else 0.0)
     _randomize_tower(model)
+    if name in SOUND_MODELS:  # transformers would take a placeholder in the output for a sound's
+        torch.nn.init.zeros_(model.get_output_embeddings().weight[IMAGE])
     model.save_pretrained(folder)
     marker = _MARKERS_OF.get(name, _MARKERS)
     save_tokenizer(folder, _TEMPLATE.replace(_MARKERS, marker))
@@ -329,24 +357,39 @@ def as_file(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
 
 def as_url(image: Image.Image) -> str:
     """Returns a picture as a data URL."""
-    import base64
-
     return f"data:image/png;base64,{base64.b64encode(as_file(image)).decode()}"
 
 
-def conversation(*parts: str | Image.Image) -> list[dict[str, Any]]:
-    """Returns a user's message of texts and pictures, as OpenAI's chat has it."""
+def clip_of(image: Image.Image) -> np.ndarray:
+    """Returns the clip of sound that stands for a picture: samples float32 [n] as a WAV file has
+    them, of its width in 160 of a second."""
+    source = np.random.default_rng(list(image.tobytes()[:8]))
+    noise = source.standard_normal(image.width * 100 + 7) * 0.1
+    clip: np.ndarray = (np.round(noise * 32767) / 32768).astype(np.float32)
+    return clip
+
+
+def conversation(*parts: str | Image.Image, hears: bool = False) -> list[dict[str, Any]]:
+    """Returns a user's message of texts and pictures, or the clips of sound that stand for them, as
+    OpenAI's chat has it."""
+
+    def media(image: Image.Image) -> dict[str, Any]:
+        if not hears:
+            return {"type": "image_url", "image_url": {"url": as_url(image)}}
+        data = base64.b64encode(wav(clip_of(image) * (32768 / 32767))).decode()
+        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
     content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": as_url(part)}}
-        for part in parts
+        {"type": "text", "text": part} if isinstance(part, str) else media(part) for part in parts
     ]
     return [{"role": "user", "content": content}]
 
 
 def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-    """Returns what transformers' processor makes of pictures."""
+    """Returns what transformers' processor makes of pictures, or of the clips that stand for
+    them."""
+    if name in SOUND_MODELS:
+        return _reference_sounds(name, [clip_of(each) for each in pictures])
     fields = {key: value for key, value in MODELS[name][4].items() if key != "image_processor_type"}
     class_name = MODELS[name][4]["image_processor_type"] + "Pil"
     # LLaVA-OneVision's reads pictures of one conversation and of several unlike
@@ -354,6 +397,26 @@ def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, An
     found = getattr(transformers, class_name)(**fields)(given, return_tensors="pt")
     counts = ("num_crops", "num_soft_tokens_per_image", "num_patches")
     return {key: value for key, value in found.items() if key not in counts}
+
+
+def _reference_sounds(name: str, clips: Sequence[np.ndarray]) -> dict[str, Any]:
+    tower = SOUND_MODELS[name][2]
+    steps = 2 * tower["max_source_positions"]
+    extract = transformers.WhisperFeatureExtractor(feature_size=tower["num_mel_bins"])
+    options: dict[str, Any] = {"sampling_rate": 16_000, "return_tensors": "pt"}
+    if name == "qwen2_audio":
+        found = extract(
+            list(clips), **options, padding="max_length", max_length=160 * steps,
+            return_attention_mask=True,
+        )  # fmt: skip
+        mask = found.attention_mask
+        return {"input_features": found.input_features, "feature_attention_mask": mask}
+    whole = [  # as transformers' VoxtralProcessor
+        extract(each, **options, padding=True, truncation=False, pad_to_multiple_of=160 * steps)
+        for each in clips
+    ]
+    parts = [part for each in whole for part in each.input_features[0].split(steps, dim=1)]
+    return {"input_features": torch.stack(parts)}
 
 
 class Reference(NamedTuple):

@@ -31,7 +31,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 #: Roles under the names that chat templates know: "developer" is newer, "function" is older.
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 #: Described by its values in `/openapi.json`; `Message.check` tests it, with its own message.
-PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url", "refusal"]})]
+PartType = Annotated[
+    str, Meta(extra_json_schema={"enum": ["text", "image_url", "input_audio", "refusal"]})
+]
 
 
 class ImageUrl(Struct, kw_only=True):
@@ -42,18 +44,29 @@ class ImageUrl(Struct, kw_only=True):
     detail: str | None = None
 
 
+class InputAudio(Struct, kw_only=True):
+    """A clip of sound, base64. `format` has no effect: the file says what it is."""
+
+    data: str
+    format: str | None = None
+
+
 class ContentPart(Struct, kw_only=True):
-    """A part of a message's content: text, a picture, or the text with which an assistant has
-    refused."""
+    """A part of a message's content: text, a picture, a clip of sound, or the text with which an
+    assistant has refused."""
 
     type: PartType
     text: str | None = None
     image_url: ImageUrl | str | None = None
+    input_audio: InputAudio | None = None
     refusal: str | None = None
 
     def picture(self, place: str) -> MediaSource | None:
-        """Returns the picture of the part, whose place in the body is given; None if it is of
-        another type."""
+        """Returns the picture or the sound of the part, whose place in the body is given; None if
+        it is of another type."""
+        if self.type == "input_audio" and self.input_audio is not None:
+            data = self.input_audio.data
+            return MediaSource(f"{place}.input_audio.data", data, is_base64=True, is_sound=True)
         if self.type != "image_url" or self.image_url is None:
             return None
         url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
@@ -105,7 +118,9 @@ class Message(Struct, kw_only=True):
                 continue
             if part.shown is None or (part.type == "refusal" and not is_answer):
                 raise FieldError(
-                    place, "must be of type 'text' and hold a text, or 'image_url' and hold one"
+                    place,
+                    "must be of type 'text' and hold a text, or 'image_url' or 'input_audio' and "
+                    "hold one",
                 )
 
     @property
@@ -161,7 +176,8 @@ TemplateContent = str | list[dict[str, Any]]
 
 
 def template_content(parts: Iterable[str | MediaSource]) -> TemplateContent:
-    """Returns the content that texts and pictures make: texts alone are joined by newlines."""
+    """Returns the content that texts, pictures and sounds make; texts alone are joined by
+    newlines."""
     found = list(parts)
     texts = [part for part in found if isinstance(part, str)]
     if len(texts) == len(found):
@@ -169,7 +185,7 @@ def template_content(parts: Iterable[str | MediaSource]) -> TemplateContent:
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)
-        else {"type": "image", "source": part}
+        else {"type": "audio" if part.is_sound else "image", "source": part}
         for part in found
     ]
 

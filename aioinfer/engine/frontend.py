@@ -25,9 +25,10 @@ from aioinfer.engine.model_control import ModelControl
 from aioinfer.engine.output import KnownDelta, RequestOutput
 from aioinfer.engine.pictures import (
     PictureReader,
-    first_place,
+    first_source,
     for_template,
     has_pictures,
+    not_read,
     parts_of_texts,
 )
 from aioinfer.engine.recovery import EngineState, Lockstep, no_progress
@@ -42,7 +43,7 @@ from aioinfer.engine.served_model import (
 )
 from aioinfer.engine.sources import SourcePrompt, text_prompt
 from aioinfer.engine.transcription import SpeechTokens, Transcriber
-from aioinfer.errors import EngineDeadError, FieldError, RequestError
+from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
 from aioinfer.executor.torchrun import follow
@@ -402,9 +403,7 @@ class Frontend:
             return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
         if reader is None:
             name = self.config.served_model_names[0]
-            raise FieldError(
-                first_place(messages), f"is a picture, and the model {name!r} reads no pictures"
-            )
+            raise not_read(first_source(messages), f"the model {name!r}")
         pictures = await reader.read(messages)
         if reader.wants_parts:
             messages = parts_of_texts(messages)
@@ -426,11 +425,12 @@ class Frontend:
 
     @property
     def input_modalities(self) -> list[str]:
-        """What prompts may consist of: "text", and "image" if the model reads pictures; or
-        "audio" if it transcribes."""
+        """What prompts may consist of: "text", and "image" if the model reads pictures or "audio"
+        if it hears; "audio" alone if it transcribes."""
         if self._transcriber is not None:
             return ["audio"]
-        return ["text"] if self._pictures is None else ["text", "image"]
+        pictures = self._model.pictures if self._pictures is not None else None
+        return ["text"] if pictures is None else ["text", "audio" if pictures.hears else "image"]
 
     async def submit(
         self,

@@ -1,8 +1,10 @@
-"""Pictures of conversations, from what a message names to the prompt that the engine runs.
+"""Pictures of conversations, or clips of sound, which take the same way: from what a message names
+to the prompt that the engine runs.
 
 In messages, as chat templates read them, a picture is a part of a list content: `{"type": "image",
 "source": MediaSource}`, which the APIs make; OpenAI's own form, `{"type": "image_url", "image_url":
-{"url": ...}}`, is read as well. `PictureReader.read` takes them out, reads and decodes them, in
+{"url": ...}}`, is read as well. Of a sound the types are "audio", and OpenAI's "input_audio" with
+`{"data": ...}`. `PictureReader.read` takes them out, reads and decodes them, in
 threads of their own, and `PictureReader.place` finds their places in the encoded prompt.
 """
 
@@ -18,13 +20,19 @@ from aioinfer.errors import FieldError, RequestError
 from aioinfer.features.pictures.planning import MAX_PICTURE_BYTES
 from aioinfer.features.pictures.prompt import PromptPictures, place_pictures
 from aioinfer.media.picture import decode_picture
+from aioinfer.media.sound import decode_sound
 from aioinfer.media.source import MediaReader, MediaSource
+from aioinfer.models.source import SAMPLE_RATE
 from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
 from aioinfer.text.tokenizer import Tokenizer
 
 #: Pictures that are decoded at a time: each takes some hundred megabytes at its worst.
 _THREADS = 2
-_KINDS = ("image", "image_url", "input_image")
+#: The types of parts, and what they are for chat templates.
+_KINDS = {
+    "image": "image", "image_url": "image", "input_image": "image", "audio": "audio",
+    "input_audio": "audio",
+}  # fmt: skip
 
 
 class PicturePrompt(list[int]):
@@ -45,11 +53,17 @@ def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(True for _ in _picture_parts(messages))
 
 
-def first_place(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the place of the first picture in the body. Raises `FieldError` for a picture without
-    a source."""
+def first_source(messages: Sequence[Mapping[str, Any]]) -> MediaSource:
+    """Returns the first picture of a conversation. Raises `FieldError` for one without a source."""
     place, part = next(_picture_parts(messages))
-    return _source_of(part, place).place
+    return _source_of(part, place)
+
+
+def not_read(source: MediaSource, model: str = "the model") -> FieldError:
+    """Returns the error of a picture or a sound for a model that does not take it."""
+    if source.is_sound:
+        return FieldError(source.place, f"is a sound, and {model} hears none")
+    return FieldError(source.place, f"is a picture, and {model} reads no pictures")
 
 
 def _picture_parts(
@@ -67,6 +81,12 @@ def _source_of(part: Mapping[str, Any], place: str) -> MediaSource:
     source = part.get("source")
     if isinstance(source, MediaSource):
         return source
+    if _KINDS[part["type"]] == "audio":
+        sound = part.get("input_audio")
+        data = sound.get("data") if isinstance(sound, Mapping) else None
+        if not isinstance(data, str):
+            raise FieldError(f"{place}.input_audio", "must hold a sound as base64 in 'data'")
+        return MediaSource(f"{place}.input_audio.data", data, is_base64=True, is_sound=True)
     url = part.get("image_url", part.get("image"))
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str):
@@ -75,11 +95,11 @@ def _source_of(part: Mapping[str, Any], place: str) -> MediaSource:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages as chat templates read them: of a picture its kind alone."""
+    """Returns the messages as chat templates read them: of a picture or a sound its kind alone."""
 
     def shown(part: Any) -> Any:
-        is_picture = isinstance(part, Mapping) and part.get("type") in _KINDS
-        return {"type": "image"} if is_picture else part
+        kind = _KINDS.get(part.get("type") or "") if isinstance(part, Mapping) else None
+        return part if kind is None else {"type": kind}
 
     return [
         {**message, "content": [shown(part) for part in message["content"]]}
@@ -134,6 +154,9 @@ class PictureReader:
                 f"is one picture too many: {self._config.max_pictures} are allowed in a request "
                 "(media.max_pictures)",
             )
+        for source in sources:
+            if source.is_sound != self._format.hears:
+                raise not_read(source)
         found, format = [], self._format.among(len(sources))
         for source in sources:  # one after the other: a request does not fill memory by itself
             data = await self._reader.read(source)
@@ -142,7 +165,12 @@ class PictureReader:
         return found
 
     def _process(self, format: PictureFormat, data: bytes, place: str) -> ProcessedPicture:
-        picture = decode_picture(data, self._config, place)
+        picture: Any
+        if format.hears:
+            longest = MAX_PICTURE_BYTES // (4 * SAMPLE_RATE)
+            picture = decode_sound(data, SAMPLE_RATE, self._config, place, longest=longest)
+        else:
+            picture = decode_picture(data, self._config, place)
         try:
             found = format.process(picture)
         except PictureError as error:

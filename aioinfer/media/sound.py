@@ -42,7 +42,9 @@ _MAGIC = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3")
 _CROSSINGS, _MAX_PHASES = 16, 1024
 
 
-def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32:
+def decode_sound(
+    data: bytes, rate: int, config: MediaConfig, place: str, *, longest: int | None = None
+) -> F32:
     """Returns the samples float32 [n] of a file, its channels' mean.
 
     Args:
@@ -50,6 +52,7 @@ def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32
         rate: samples a second of the result.
         config: the section `[media]`.
         place: of the file in the body, for errors.
+        longest: the maximum of seconds, where that of the configuration is higher.
 
     Raises:
         FieldError: it is no sound, broken, empty or too long.
@@ -58,7 +61,8 @@ def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32
         with _opened(data) as (given, blocks):
             if not _MIN_RATE <= given <= _MAX_RATE:
                 raise FieldError(place, f"has {given} samples a second, which is not supported")
-            return _collect(blocks, given, rate, config, place)
+            most = config.max_seconds if longest is None else min(longest, config.max_seconds)
+            return _collect(blocks, given, rate, most, place)
     except (FieldError, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever they like
@@ -68,18 +72,17 @@ def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32
         raise FieldError(place, f"is not sound, or it is broken{more}") from error
 
 
-def _collect(blocks: Iterator[F32], given: int, rate: int, config: MediaConfig, place: str) -> F32:
-    """Returns the samples of all blocks at another rate. Raises `FieldError`."""
-    resampler, longest, count = Resampler(given, rate), config.max_seconds * rate, 0
+def _collect(blocks: Iterator[F32], given: int, rate: int, seconds: int, place: str) -> F32:
+    """Returns the samples of all blocks at another rate, of no more than some seconds. Raises
+    `FieldError`."""
+    resampler, longest, count = Resampler(given, rate), seconds * rate, 0
     samples = np.empty(longest, np.float32)  # whose memory is the system's until it is written
     for block in blocks:
         if not (np.abs(block) <= _MAX_SAMPLE).all():  # NaN is not, either
             raise FieldError(place, "has samples that are not finite, or too large")
         made = resampler.push(block)
         if count + len(made) > longest:
-            raise FieldError(
-                place, f"is longer than {config.max_seconds} seconds (media.max_seconds)"
-            )
+            raise FieldError(place, f"is longer than {seconds} seconds (see media.max_seconds)")
         samples[count : count + len(made)] = made
         count += len(made)
     last = resampler.end()[: longest - count]

@@ -37,17 +37,19 @@ _REFUSED_TYPES = ("image/svg+xml",)
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """A picture of a request, before it is read.
+    """A picture or a clip of sound of a request, before it is read.
 
     Attributes:
         place: its place in the body, for errors.
         url: a URL of the kind data, file, http or https; or base64 alone where `is_base64`.
         is_base64: whether `url` is base64 without anything around it.
+        is_sound: whether it is a clip of sound.
     """
 
     place: str
     url: str
     is_base64: bool = False
+    is_sound: bool = False
 
 
 class MediaReader:

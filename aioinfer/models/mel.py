@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-#: Samples a second; of a window, and from one window to the next.
-SAMPLE_RATE = 16_000
+from aioinfer.models.source import SAMPLE_RATE
+
+#: Samples of a window, and from one window to the next.
 WINDOW, HOP = 400, 160
 # Slaney's scale: linear up to 1000 Hz, 15 mels there; logarithmic above, 27 mels for a factor of
 # 6.4

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from aioinfer.errors import ConfigError
 
+#: Samples a second of the sound that models hear.
+SAMPLE_RATE = 16_000
 _KEY_BYTES = 16
 
 

@@ -42,7 +42,7 @@ _ARCHITECTURES = {
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
 #: Fields of text models that configurations leave out, and whose defaults differ from the family's
-#: own; those of LLaVA and Pixtral leave out what is transformers' default.
+#: own; those of LLaVA, Pixtral and Qwen2-Audio leave out what is transformers' default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"attention_bias": True},
     "llama": {
@@ -52,6 +52,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {
         "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "qwen2": {
+        "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32,
     },
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }  # fmt: skip

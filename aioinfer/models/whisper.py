@@ -22,7 +22,8 @@ from aioinfer.models.encoder_decoder import (
     SourceEncoder,
     encoder_fields,
 )
-from aioinfer.models.mel import HOP, SAMPLE_RATE, log_mel, mel_filters
+from aioinfer.models.mel import HOP, log_mel, mel_filters
+from aioinfer.models.source import SAMPLE_RATE
 
 _NAMES = {
     "d_model": "hidden_size",
@@ -33,7 +34,7 @@ _NAMES = {
     "activation_function": "hidden_act",
 }
 #: Steps of the spectrogram for each token of the encoder's output.
-_STRIDE = 2
+STRIDE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,46 +62,82 @@ class WhisperConfig(EncoderDecoderConfig):
         return {
             **encoder_fields(config),
             "source_kind": "sound",
-            "max_values": length * _STRIDE * HOP,
+            "max_values": length * STRIDE * HOP,
             "max_source_len": length,
             "source_rate": SAMPLE_RATE,
             "num_mels": config["num_mel_bins"],
         }
 
 
-class WhisperEncoder(SourceEncoder):
-    """The spectrogram, two convolutions, and pre-normed layers. A source is filled up with silence
-    to the maximum, as the model was trained."""
+class SoundEncoder(torch.nn.Module):
+    """Whisper's encoder: two convolutions of a spectrogram, and pre-normed layers.
 
-    prefix = "model.encoder."
+    Args:
+        size, num_layers, num_heads, mlp_size: of the layers.
+        num_mels: of the spectrogram.
+        max_tokens: of its output.
+        activation: of the MLPs.
+    """
+
+    def __init__(
+        self, *, size: int, num_layers: int, num_heads: int, mlp_size: int, num_mels: int,
+        max_tokens: int, activation: str = "gelu",
+    ):  # fmt: skip
+        super().__init__()
+        self._num_mels = num_mels
+        self._filters: torch.Tensor | None = None
+        self.conv1 = torch.nn.Conv1d(num_mels, size, 3, padding=1)
+        self.conv2 = torch.nn.Conv1d(size, size, 3, stride=STRIDE, padding=1)
+        self.embed_positions = torch.nn.Embedding(max_tokens, size)
+        self.layers = torch.nn.ModuleList(
+            EncoderLayer(size, num_heads, mlp_size, activation, key_bias=False)
+            for _ in range(num_layers)
+        )
+        self.layer_norm = torch.nn.LayerNorm(size)
+
+    def spectrogram(self, samples: torch.Tensor) -> torch.Tensor:
+        """Returns the spectrogram [B, mels, n / HOP] of samples float32 [B, n]; see `log_mel`."""
+        if self._filters is None:
+            self._filters = mel_filters(self._num_mels, samples.device)
+        return log_mel(samples, self._filters)
+
+    def states(self, spectrogram: torch.Tensor, length: int | None = None) -> torch.Tensor:
+        """Returns the states [B, length, size] behind the layers, before the norm, of spectrograms
+        [B, mels, STRIDE * max_tokens], of which the first `length` tokens are read."""
+        hidden = F.gelu(self.conv1(spectrogram.to(self.conv1.weight.dtype)))
+        hidden = F.gelu(self.conv2(hidden)).transpose(1, 2) + self.embed_positions.weight
+        hidden = hidden[:, :length]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def forward(self, spectrogram: torch.Tensor) -> torch.Tensor:
+        """Returns the output [B, max_tokens, size] for spectrograms [B, mels, STRIDE *
+        max_tokens]."""
+        output: torch.Tensor = self.layer_norm(self.states(spectrogram))
+        return output
+
+
+class WhisperEncoder(SourceEncoder):
+    """A `SoundEncoder`. A source is filled up with silence to the maximum, as the model was
+    trained."""
+
+    prefix = "model."
     is_sound = True
 
     def __init__(self, config: WhisperConfig):
         super().__init__(config)
-        size = config.hidden_size
-        self._num_mels = config.num_mels
-        self._filters: torch.Tensor | None = None
-        self.conv1 = torch.nn.Conv1d(config.num_mels, size, 3, padding=1)
-        self.conv2 = torch.nn.Conv1d(size, size, 3, stride=_STRIDE, padding=1)
-        self.embed_positions = torch.nn.Embedding(config.max_source_len, size)
-        self.layers = torch.nn.ModuleList(
-            EncoderLayer(
-                size, config.encoder_heads, config.encoder_size, config.activation, key_bias=False
-            )
-            for _ in range(config.encoder_layers)
-        )
-        self.layer_norm = torch.nn.LayerNorm(size)
+        self.encoder = SoundEncoder(
+            size=config.hidden_size, num_layers=config.encoder_layers,
+            num_heads=config.encoder_heads, mlp_size=config.encoder_size,
+            num_mels=config.num_mels, max_tokens=config.max_source_len,
+            activation=config.activation,
+        )  # fmt: skip
 
     def encode(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """See `SourceEncoder.encode`."""
         padded = torch.stack([F.pad(each, (0, self.max_values - len(each))) for each in sources])
-        if self._filters is None:
-            self._filters = mel_filters(self._num_mels, padded.device)
-        hidden = F.gelu(self.conv1(log_mel(padded, self._filters).to(self.dtype)))
-        hidden = F.gelu(self.conv2(hidden)).transpose(1, 2) + self.embed_positions.weight
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return list(self.layer_norm(hidden))
+        return list(self.encoder(self.encoder.spectrogram(padded)))
 
 
 class WhisperModel(EncoderDecoderModel):

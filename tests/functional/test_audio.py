@@ -4,6 +4,7 @@ are refused."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 from collections.abc import AsyncIterator
@@ -27,12 +28,15 @@ from tests.source_models import (
     sound,
 )
 from tests.test_sound import wav
+from tests.vision_models import conversation, picture, reference_output
+from tests.vision_models import save_model as save_vision_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SAMPLES = sound(1.4, 1)
 FILE = ("speech.wav", wav(SAMPLES / 2), "audio/wav")
 LENGTH = 40
+CLIP = picture(140, 10, 1)
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +239,69 @@ async def test_other_bodies_and_models_are_refused(hearing: Served, served: Serv
         described = json.loads(await response.read())
     form = described["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
     assert "file" in form["multipart/form-data"]["schema"]["properties"]
+
+
+# -------------------------------------------------------------------- sound in conversations
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def listening(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Served, Any]]:
+    folder = tmp_path_factory.mktemp("voxtral")
+    model = save_vision_model("voxtral", folder)
+    settings: dict[str, Any] = {
+        "parallel.executor": "inline", "model.path": str(folder), "model.dtype": "float32",
+        "media.max_pictures": 2, "server.served_model_names": ["listening"],
+    }  # fmt: skip
+    async with serve(**settings) as served:
+        yield served, model
+
+
+async def test_a_conversation_has_sound(listening: tuple[Served, Any]) -> None:
+    served, model = listening
+    messages: Any = conversation("Before ", CLIP, " and behind", hears=True)
+    limits: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        chat = await client.chat.completions.create(model="listening", messages=messages, **limits)
+    whole = await served.post(
+        "/v1/chat/completions", messages=messages, return_token_ids=True, **limits
+    )
+    prompt, (choice,) = whole["prompt_token_ids"], whole["choices"]
+    expected = await asyncio.to_thread(reference_output, model, "voxtral", prompt, [CLIP], 6)
+    assert choice["token_ids"] == expected.tokens
+    assert chat.choices[0].message.content == choice["message"]["content"]
+    tokens = await served.post("/tokenize", messages=messages)
+    assert chat.usage is not None
+    assert tokens["count"] == len(prompt) == chat.usage.prompt_tokens
+    async with served.http.get("/v1/models") as response:
+        (first, *_) = (await response.json())["data"]
+    assert first["input_modalities"] == ["text", "audio"]
+
+
+def heard(data: Any, count: int = 1) -> list[dict[str, Any]]:
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    return [{"role": "user", "content": [part] * count}]
+
+
+AT = "messages[0].content[0]"
+#: Of each: the messages, and the parameter and a part of the error.
+SOUNDS_REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "no base64": (heard("@@@@"), f"{AT}.input_audio.data", "is not valid base64"),
+    "an empty sound": (heard(""), f"{AT}.input_audio.data", "is empty"),
+    "no sound": (heard("R0lGODlh"), f"{AT}.input_audio.data", "is not sound"),
+    "no data": (heard(None), f"{AT}.input_audio.data", "str"),
+    "no part": ([{"role": "user", "content": [{"type": "input_audio"}]}], AT, "must be of type"),
+    "a picture": (conversation(CLIP), f"{AT}.image_url", "reads no pictures"),
+    "too many": (heard("R0lG", 3), "messages[0].content[2].input_audio.data", "too many"),
+    "six minutes": (
+        heard(base64.b64encode(wav(np.zeros(360 * 1000), 1000, width=1)).decode()),
+        f"{AT}.input_audio.data", "is longer than 327 seconds",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUNDS_REFUSED)
+async def test_a_sound_that_is_refused(name: str, listening: tuple[Served, Any]) -> None:
+    messages, param, message = SOUNDS_REFUSED[name]
+    error = (await listening[0].post("/v1/chat/completions", 400, messages=messages))["error"]
+    assert error["param"] == param
+    assert message in error["message"]

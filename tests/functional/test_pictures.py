@@ -231,10 +231,16 @@ async def test_a_picture_that_is_refused(name: str, sighted: Served) -> None:
         assert error["param"] == param
 
 
-async def test_a_model_without_an_encoder_refuses_pictures(served: Served) -> None:
-    reply = await served.post("/v1/chat/completions", 400, messages=conversation("a", PICTURE))
-    assert reply["error"]["param"] == "messages[0].content[1].image_url"
-    assert "'smollm2' reads no pictures" in reply["error"]["message"]
+async def test_models_refuse_what_they_do_not_read(sighted: Served, served: Served) -> None:
+    sound = conversation("a", PICTURE, hears=True)
+    for server, messages, place, message in (
+        (served, conversation("a", PICTURE), "image_url", "'smollm2' reads no pictures"),
+        (served, sound, "input_audio.data", "is a sound, and the model 'smollm2' hears none"),
+        (sighted, sound, "input_audio.data", "is a sound, and the model hears none"),
+    ):
+        reply = await server.post("/v1/chat/completions", 400, messages=messages)
+        assert reply["error"]["param"] == f"messages[0].content[1].{place}"
+        assert message in reply["error"]["message"]
 
 
 async def test_the_loop_is_not_held_up(sighted: Served) -> None:

@@ -70,6 +70,7 @@ class PictureFormat:
         has_sections: whether each token has three rotary positions (M-RoPE).
         interleaves_sections: whether their pairs of channels are interleaved.
         is_bidirectional: whether the tokens of a picture attend to each other both ways.
+        hears: whether they are clips of sound; see `sound`.
         keeps_windows: whether they then do so in layers with a window alone, and within it.
         marker_id: the token that chat templates write for a picture.
         placeholder_id: the token that an embedding takes the place of.
@@ -80,6 +81,7 @@ class PictureFormat:
     interleaves_sections: bool = False
     is_bidirectional: bool = False
     keeps_windows: ClassVar[bool] = False
+    hears: ClassVar[bool] = False
 
     marker_id: int
     placeholder_id: int

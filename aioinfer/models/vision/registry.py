@@ -1,5 +1,5 @@
-"""Registry of what reads pictures: from a wrapper's `model_type`, as `config.json` has it, to the
-format of its pictures and its tower."""
+"""Registry of what reads pictures or hears sound: from a wrapper's `model_type`, as `config.json`
+has it, to the format of its pictures or clips and its tower."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ _FAMILIES = {
         "llava_onevision", "OneVisionFormat", "llava_onevision", "OneVisionTower",
     ),
     "idefics3": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
+    "qwen2_audio": ("sound", "Qwen2AudioFormat", "sound", "Qwen2AudioTower"),
+    "voxtral": ("sound", "VoxtralFormat", "sound", "VoxtralTower"),
     "smolvlm": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
 }  # fmt: skip
 #: Families of the layout that `model_type` calls "llava", by the `model_type` of their tower.
@@ -102,7 +104,7 @@ class VisionModel:
                 tower = self.make(self.config, self.format, hidden_size)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"vision_config cannot be read: {text}") from error
+            raise ConfigError(f"the tower's configuration cannot be read: {text}") from error
         tower.place(backend)
         return tower
 
@@ -120,7 +122,7 @@ def find_vision_family(model_type: Any) -> VisionFamily | None:
 
 
 def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> VisionModel | None:
-    """Returns what reads a model's pictures; None if it reads none.
+    """Returns what reads a model's pictures, or hears; None if it does neither.
 
     Args:
         folder: of the model.
@@ -134,6 +136,7 @@ def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> Visio
         return None
     config = lay_over(read_json(folder), options.hf_overrides)
     vision, kind = config.get("vision_config"), config.get("model_type")
+    vision = config.get("audio_config") if vision is None else vision
     if not isinstance(vision, Mapping):
         return None
     if kind == "llava":
