@@ -414,7 +414,8 @@ def test_calibration_finds_scales_of_every_size(size: float) -> None:
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> None:
     """Of a key that is the same at each position before RoPE, and another at the first; with a
-    variant that scales cosines and sines, too. Channels beyond the rotated ones keep their mean."""
+    variant that scales cosines and sines, too. Channels beyond the rotated ones keep their mean.
+    The first key, which lies apart, is stored exactly."""
     heads, size, tokens, max_len = 2, 20, 30, 400
     rotary = RotaryTable(RopeConfig(theta=1e3, rotary_size=16), size, max_len + 9, CPU)
     rotary.cos_sin *= factor
@@ -424,10 +425,11 @@ def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> Non
     kv = torch.zeros(2, 1, 8, 4, heads, size).to(FLOAT8)
     cache = KVCache.of_layer(kv[:, 0], scales)
     stored = []
+    first = key + torch.randn(heads, size)
 
     def compute_prompt() -> None:
         keys = key.repeat(tokens, 1, 1)
-        keys[0] += 3
+        keys[0] = first
         rotated = apply_rope(keys, *rotary.at(torch.arange(tokens)))
         stored[:] = cache.write(torch.arange(tokens), rotated, torch.ones_like(keys))
 
@@ -439,8 +441,13 @@ def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> Non
     expected = everywhere.mean(0)
     assert expected.norm() > 0.5 * key.norm()
     assert scales.key_shifts is not None
-    # channels that are not rotated are rounded alike at all positions, by up to 1 / 16
-    assert (scales.key_shifts - expected).norm() < 0.05 * expected.norm()
+    # channels that are not rotated are rounded alike at all positions, by up to 1 / 16, and so are
+    # the shifts, of their distance from the first key
+    away = apply_rope(first[None], *rotary.at(torch.tensor([0])))[0]
+    error, most = scales.key_shifts - expected, (away - expected).abs() / 16
+    assert (error.abs() <= most + 0.05 * expected.norm()).all()
+    read = stored[0][0].float() * scales.keys[:, None] + scales.key_shifts
+    torch.testing.assert_close(read, away, rtol=2**-11, atol=2**-11)
     # the scales fit what is stored now
     largest = stored[0].float().abs().amax((0, 2)) * MARGIN
     assert ((largest <= 448) & (largest > 448 / 2.1)).all()

@@ -11,7 +11,12 @@ The shifts that are subtracted from stored keys (`KVScales.key_shifts`) are meas
 way, once the scales fit: the mean key of a head before RoPE, from which follows its mean over all
 positions that are served. Channels that RoPE rotates slowly keep their mean, channels that it
 rotates often have none. The first token is left out, since models attend to it as to nothing else
-and its key lies apart.
+(the attention sink of Xiao et al., "Efficient Streaming Language Models", 2023) and its key lies
+apart.
+
+An error in that key moves the outputs of all tokens, so the shifts are moved, by no more than the
+key would be rounded, to where it is stored exactly. Attending to itself alone, the first token has
+the same key whatever follows; and where it is a sink, nearly the same whichever token it is.
 
 Random tokens differ from the prompts that a model will read, hence the margin; numbers beyond it
 saturate. The prompt is the same at each start, and the ranks agree on the heads that they share.
@@ -25,7 +30,7 @@ from functools import partial
 import torch
 
 from aioinfer.ipc.kv_spec import KVGroup
-from aioinfer.layers.kv_cache import FLOAT8_MAX, KVScales
+from aioinfer.layers.kv_cache import FLOAT8_MAX, KVScales, to_float8
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.rotary import RotaryTable, apply_rope
 
@@ -33,7 +38,10 @@ from aioinfer.layers.rotary import RotaryTable, apply_rope
 CALIBRATION_TOKENS = 128
 #: How much larger than the largest key or value of the prompt others may be.
 MARGIN = 4.0
-#: Times that the prompt is computed at most.
+#: Times that the prompt is computed for the first token's key, which is known to 2 ** -4 of itself
+#: before, and to 2 ** -12 afterwards.
+_FIRST_KEY_PASSES = 2
+#: Times that the prompt is computed at most, for the scales.
 _MAX_PASSES = 4
 #: By which a scale is multiplied where all that was seen is beyond the range, or divided where all
 #: of it was rounded to zero.
@@ -70,12 +78,21 @@ def calibrate(
     num_blocks = -(-num_tokens // kv[0].shape[3])
     fit = partial(_fit_scales, layers, of_keys, num_blocks, compute_prompt, group, world)
     fit()
-    shifts = any(scales.key_shifts is not None for scales in layers.values())
-    if num_tokens > 1 and _any_rank(shifts, world, kv[0].device):
-        for kv_group, tensors in of_keys:
-            for index, layer in enumerate(kv_group.layers):
-                stored = tensors[0, index, :num_blocks].flatten(0, 1)[:num_tokens]
-                _shift_keys(layers[layer], stored, max_len)
+    shifted = [
+        _ShiftedKeys(layers[layer], tensors[0, index, :num_blocks], num_tokens)
+        for kv_group, tensors in of_keys
+        for index, layer in enumerate(kv_group.layers)
+        if layers[layer].key_shifts is not None
+    ]
+    if num_tokens > 1 and _any_rank(bool(shifted), world, kv[0].device):
+        means = [keys.mean(max_len) for keys in shifted]
+        for _ in range(_FIRST_KEY_PASSES):
+            for keys in shifted:
+                keys.shift_to_first()
+            compute_prompt()
+        for keys, mean in zip(shifted, means, strict=True):
+            keys.shift_to_first()
+            keys.shift_near(mean)
         fit()
 
 
@@ -112,16 +129,50 @@ def _any_rank(value: bool, world: ParallelGroup, device: torch.device) -> bool:
     return bool(world.all_gather_last(torch.tensor([float(value)], device=device)).any())
 
 
-@torch.inference_mode()
-def _shift_keys(scales: KVScales, stored: torch.Tensor, max_len: int) -> None:
-    """Sets the shifts of a layer to the mean keys over `max_len` positions, from the keys of a
-    prompt as they are stored [tokens, num_kv_heads, head_size], not shifted so far."""
-    rotary, shifts = scales.rotary, scales.key_shifts
-    if rotary is None or shifts is None:
-        return
-    keys = stored.float() * scales.keys[:, None]
-    mean = apply_rope(_before_rope(keys, rotary)[1:].mean(0, keepdim=True), *rotary.mean(max_len))
-    shifts.copy_(torch.where(torch.isfinite(mean[0]), mean[0], 0))
+class _ShiftedKeys:
+    """The keys of a layer that stores them less `KVScales.key_shifts`, zero at first, and how these
+    are set."""
+
+    def __init__(self, scales: KVScales, blocks: torch.Tensor, num_tokens: int):
+        """
+        Args:
+            scales: of the layer, with `key_shifts`.
+            blocks: float8 [num_blocks, block_size, num_kv_heads, head_size], a view of the KV
+                cache: where the keys of the prompt are stored.
+            num_tokens: of the prompt.
+        """
+        assert scales.key_shifts is not None
+        assert scales.rotary is not None
+        self._scales, self._blocks, self._num_tokens = scales, blocks, num_tokens
+        self._shifts, self._rotary = scales.key_shifts, scales.rotary
+
+    @torch.inference_mode()
+    def mean(self, max_len: int) -> torch.Tensor:
+        """Returns the mean keys over `max_len` positions, float32 [num_kv_heads, head_size], from
+        keys that are stored without shifts."""
+        before = _before_rope(self._read(self._num_tokens), self._rotary)[1:]
+        return _finite(apply_rope(before.mean(0, keepdim=True), *self._rotary.mean(max_len))[0])
+
+    @torch.inference_mode()
+    def shift_to_first(self) -> None:
+        """Adds to the shifts what is stored of the first token's key. Repeated, with the prompt
+        computed in between, they come to that key: each time what is missing is a sixteenth."""
+        self._shifts += _finite(self._read(1)[0])
+
+    @torch.inference_mode()
+    def shift_near(self, wanted: torch.Tensor) -> None:
+        """Sets the shifts, which are the first token's key, to what is nearest to `wanted`
+        [num_kv_heads, head_size] of those with which that key is stored exactly."""
+        stored = to_float8(self._shifts - wanted, self._scales.table[2]).float()
+        self._shifts -= stored * self._scales.keys[:, None]
+
+    def _read(self, count: int) -> torch.Tensor:
+        """Returns the keys of the first `count` tokens less the shifts."""
+        return self._blocks.flatten(0, 1)[:count].float() * self._scales.keys[:, None]
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(x), x, 0)
 
 
 def _before_rope(keys: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
