@@ -73,6 +73,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {"image_token_id": IMAGE, "vision_start_token_id": 258, "vision_end_token_id": 259},
         {**_QWEN_PROCESSOR, "patch_size": 8, "image_processor_type": "Qwen2VLImageProcessor"},
     ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        _rope(4, 2, 2),
+        {
+            "depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2,
+            "patch_size": 7, "initializer_range": 0.2,
+        },
+        {"image_token_id": IMAGE, "tie_word_embeddings": False},
+        {**_QWEN_PROCESSOR, "patch_size": 7, "image_processor_type": "Qwen2VLImageProcessor"},
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
         _rope(4, 2, 2),

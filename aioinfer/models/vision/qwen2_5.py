@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aioinfer.models.vision.qwen2 import Merger
 from aioinfer.models.vision.qwen3 import Attention, Patches
 from aioinfer.models.vision.qwen_format import QwenFormat
 from aioinfer.models.vision.tower import (
@@ -47,22 +48,6 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class _Merger(nn.Module):
-    def __init__(self, config: Mapping[str, Any]):
-        super().__init__()
-        size = config["hidden_size"]
-        self._merged = size * config.get("spatial_merge_size", 2) ** 2
-        self.ln_q = nn.RMSNorm(size, _EPS)
-        self.mlp = nn.Sequential(
-            nn.Linear(self._merged, self._merged),
-            nn.GELU(),
-            nn.Linear(self._merged, config["out_hidden_size"]),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.ln_q(x).view(-1, self._merged))
-
-
 class Qwen2_5Tower(Tower):  # noqa: N801
     """See the module; arguments as of `Qwen3Tower`."""
 
@@ -78,7 +63,9 @@ class Qwen2_5Tower(Tower):  # noqa: N801
         self._window = config["window_size"] // (self._patch * self._merge)
         self.patch_embed = Patches(config, bias=False)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config["depth"]))
-        self.merger = _Merger(config)
+        merged = config["hidden_size"] * self._merge**2
+        norm = nn.RMSNorm(config["hidden_size"], _EPS)
+        self.merger = Merger(norm, merged, config["out_hidden_size"])
 
     def as_reference(self, normed: torch.Tensor) -> torch.Tensor:
         """See `Tower.as_reference`."""

@@ -1,6 +1,6 @@
-"""Pictures of Qwen2.5-VL, Qwen3-VL and Qwen3.5: of any size, rounded to whole blocks of patches and
-scaled into bounds of their pixels. Tokens of a picture have three positions (M-RoPE, Wang et al.
-2024)."""
+"""Pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: of any size, rounded to whole blocks of
+patches and scaled into bounds of their pixels. Tokens of a picture have three positions (M-RoPE,
+Wang et al. 2024)."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from aioinfer.models.vision.tower import Tower
 _FAMILIES = {
     "qwen3_vl": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
     "qwen3_vl_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+    "qwen2_vl": ("qwen_format", "QwenFormat", "qwen2", "Qwen2Tower"),
     "qwen2_5_vl": ("qwen_format", "QwenFormat", "qwen2_5", "Qwen2_5Tower"),
     "qwen3_5": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
     "qwen3_5_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
