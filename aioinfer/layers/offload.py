@@ -241,8 +241,8 @@ class OffloadedLayers:
     # ---------------------------------------------------------------- while it serves
 
     def passed(self, layers: Sequence[Layer]) -> Iterator[Layer]:
-        """Yields layers in their order, beginning with the first of the rank; each is launched
-        before the next is asked for."""
+        """Yields a rank's first layers, each of which has its weights and is launched before the
+        next is asked for."""
         transfers = self._transfers
         numbers = [self._numbers[id(each)] for each in layers if id(each) in self._numbers]
         ends: dict[int, Any] = {}

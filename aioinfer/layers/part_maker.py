@@ -349,6 +349,17 @@ class PartMaker:
         return text
 
 
+def describe_mixers(lacking: Sequence[str], block_size: int) -> str:
+    """Returns whether kernels compute attention and states of a model on a GPU, given what they
+    lack with blocks of `block_size` tokens (see `Mixer.lacks`)."""
+    if not lacking:
+        return "Triton kernels"
+    return (
+        f"Triton kernels, but attention and states in plain torch: they lack {', '.join(lacking)} "
+        f"with blocks of {block_size} tokens"
+    )
+
+
 def _affine_products(backend: Backend) -> str:
     """Returns how weights with an `AffineScheme` are multiplied."""
     if has_compiled_products(backend):

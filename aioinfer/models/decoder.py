@@ -6,7 +6,7 @@ models that are built from our layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,19 +22,13 @@ from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.norm import Norm
-from aioinfer.layers.part_maker import Loadable
+from aioinfer.layers.part_maker import Loadable, describe_mixers
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.mtp import MtpHead
-from aioinfer.models.stages import (
-    divide_layers,
-    make_layers,
-    measure_layers,
-    step_bytes,
-    whole_bytes,
-)
+from aioinfer.models.stages import layers_of_stage, make_layers, measure_layers, whole_bytes
 from aioinfer.models.text_model import is_other_part
 from aioinfer.models.vision.tower import Tower
 
@@ -218,17 +212,6 @@ class CausalLM(Protocol):
         ...
 
 
-def describe_mixers(lacking: Sequence[str], block_size: int) -> str:
-    """Returns whether kernels compute attention and states of a model on a GPU, given what they
-    lack with blocks of `block_size` tokens (see `Mixer.lacks`)."""
-    if not lacking:
-        return "Triton kernels"
-    return (
-        f"Triton kernels, but attention and states in plain torch: they lack {', '.join(lacking)} "
-        f"with blocks of {block_size} tokens"
-    )
-
-
 def _counters_of(layers: Sequence[Layer]) -> list[ExpertCounter]:
     counters = [leaf.counter for layer in layers for part in layer.parts for leaf in part.leaves]
     return [counter for counter in counters if counter is not None]
@@ -350,22 +333,15 @@ class DecoderModel(BuiltModel):
     ) -> None:
         """Finds out which layers this rank's stage has: stages that read about as many bytes in a
         step, with the embedding in the first and the head in the last."""
-        num_layers, stages = config.num_layers, self.backend.num_stages
-        self.layer_numbers = range(num_layers)
+        self.layer_numbers = range(config.num_layers)
         self._earlier_counters: list[ExpertCounter] = []
-        if stages == 1:
+        if self.backend.num_stages == 1:
             return
-        measured = measure_layers(self._make, layer, num_layers)
+        measured = measure_layers(self._make, layer, config.num_layers)
         self.kv_specs = [each.layer.kv_specs for each in measured]
-        itemsize = self.backend.dtype.itemsize
-        costs = [
-            step_bytes(each.nbytes, specs, itemsize)
-            for each, specs in zip(measured, self.kv_specs, strict=True)
-        ]
         # the head is as large as the embedding, tied or not
         head = whole_bytes(embedding.weight_shards()) // self.backend.group.size
-        divided = divide_layers(costs, stages, behind=head, starts=config.stage_starts)
-        self.layer_numbers = divided[self.backend.stage]
+        self.layer_numbers = layers_of_stage(measured, self.backend, head, config.stage_starts)
         self._elsewhere.update(name for each in measured for name in each.tensors)
         before = [each.layer for each in measured[: self.layer_numbers.start]]
         earlier = _counters_of(before)
@@ -481,9 +457,8 @@ class DecoderModel(BuiltModel):
         else:
             given = received if out is None or has_side else out.copy_(received)
             stream = ResidualStream.unpacked(given, self.hidden_size, self.backend)
-        layers: Iterable[Layer] = self._first_layers[:num_layers]
-        if self.offloaded is not None:
-            layers = self.offloaded.passed(self._first_layers[:num_layers])
+        first = self._first_layers[:num_layers]
+        layers = first if self.offloaded is None else self.offloaded.passed(first)
         for layer, number in zip(layers, self.layer_numbers, strict=False):
             self._tap(number, stream, step)
             layer(stream, step)

@@ -31,12 +31,12 @@ from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.part_maker import describe_mixers
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.config import read_dtype, read_json
-from aioinfer.models.decoder import describe_mixers
 from aioinfer.models.text_model import lay_over
 from aioinfer.models.vision.tower import Tower
 

@@ -15,6 +15,7 @@ from math import inf, prod
 from typing import Generic, NamedTuple, TypeVar
 
 from aioinfer.ipc.kv_spec import KVSpec, StateSpec
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.offload import OffloadedLayers, choose_layers
@@ -118,6 +119,17 @@ def measure_layers(
         nbytes = sum(shard.destination.nbytes for _, shard in measured)
         layers.append(MeasuredLayer(made, nbytes, tuple(name for name, _ in measured)))
     return layers
+
+
+def layers_of_stage(
+    measured: Sequence[MeasuredLayer[Layer]], backend: Backend, behind: int,
+    starts: Collection[int] | None,
+) -> range:  # fmt: skip
+    """Returns the layers of a rank's stage; `behind` and `starts` as for `divide_layers`."""
+    itemsize = backend.dtype.itemsize
+    costs = [step_bytes(each.nbytes, each.layer.kv_specs, itemsize) for each in measured]
+    divided = divide_layers(costs, backend.num_stages, behind=behind, starts=starts)
+    return divided[backend.stage]
 
 
 def make_layers(
