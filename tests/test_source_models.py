@@ -21,8 +21,8 @@ from aioinfer.engine.word_times import first_frames, words
 from aioinfer.errors import RequestError
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.llm import LLM, Output
-from aioinfer.models.mel import log_mel, mel_filters
 from aioinfer.models.source import SourceFormat
+from aioinfer.models.whisper import log_mel, mel_filters
 from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 from aioinfer.text.tokenizer import Tokenizer
 from tests.source_models import (

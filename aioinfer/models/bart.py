@@ -13,22 +13,15 @@ from aioinfer.layers.cross_attention import SourceLengths
 from aioinfer.layers.layer import Layer, Part
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.stream_norm import StreamNorm
-from aioinfer.models.config import renamed
 from aioinfer.models.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderModel,
     EncoderLayer,
     SourceEncoder,
+    decoder_parts,
     encoder_fields,
 )
 
-_NAMES = {
-    "d_model": "hidden_size",
-    "decoder_layers": "num_hidden_layers",
-    "decoder_attention_heads": "num_attention_heads",
-    "decoder_ffn_dim": "intermediate_size",
-    "activation_function": "hidden_act",
-}
 #: The first rows of the tables of positions are of none.
 _FIRST_POSITION = 2
 
@@ -42,11 +35,6 @@ class BartConfig(EncoderDecoderConfig):
     }  # fmt: skip
 
     embedding_scale: float
-
-    @classmethod
-    def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Renames fields."""
-        return renamed({**cls.DEFAULTS, **config}, _NAMES)
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,32 +102,7 @@ class BartModel(EncoderDecoderModel):
             def behind(name: str) -> Part:
                 return StreamNorm(make.layer_norm(f"{prefix}.{name}"))
 
-            attention = make.attention(
-                f"{prefix}.self_attn",
-                **{**config.attention_shape(number), "rope": None},
-                norm=None,
-                bias=True,
-                output_bias=True,
-                projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-            )
-            cross = make.cross_attention(
-                f"{prefix}.encoder_attn",
-                num_heads=config.num_heads,
-                head_size=config.head_size,
-                source_size=config.hidden_size,
-                max_len=config.max_source_len,
-                norm=None,
-                lengths=lengths,
-                bias=True,
-            )
-            mlp = make.mlp(
-                f"{prefix}.fc1",
-                f"{prefix}.fc2",
-                config.intermediate_size,
-                norm=None,
-                activation=config.activation,
-                bias=True,
-            )
+            attention, cross, mlp = decoder_parts(config, make, number, lengths)
             first = "model.decoder.layernorm_embedding"
             before = [] if number else [StreamNorm(make.layer_norm(first))]
             after = [] if number == last else [behind("final_layer_norm")]

@@ -20,12 +20,23 @@ from aioinfer.config import CacheConfig, ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.cross_attention import CrossAttention, SourceLengths
 from aioinfer.layers.formats.base import ACTIVATIONS
-from aioinfer.layers.layer import Layer
+from aioinfer.layers.layer import Layer, Part
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.config import DecoderConfig, read_config
+from aioinfer.layers.norm import Norm
+from aioinfer.models.config import DecoderConfig, read_config, renamed
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.replicated import ReplicatedModule
 from aioinfer.models.source import SourceFormat, read_start
+
+#: Fields as Whisper and BART name them.
+_NAMES = {
+    "d_model": "hidden_size",
+    "decoder_layers": "num_hidden_layers",
+    "decoder_attention_heads": "num_attention_heads",
+    "decoder_ffn_dim": "intermediate_size",
+    "max_target_positions": "max_position_embeddings",
+    "activation_function": "hidden_act",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,11 @@ class EncoderDecoderConfig(DecoderConfig):
     max_source_len: int
     source_rate: int = 0
 
+    @classmethod
+    def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Renames fields."""
+        return renamed({**cls.DEFAULTS, **config}, _NAMES)
+
     def check_pipeline_parallel(self, size: int) -> None:
         """Raises `ConfigError` if there are several stages."""
         if size > 1:
@@ -67,6 +83,55 @@ def encoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "encoder_heads": heads,
         "encoder_size": config["encoder_ffn_dim"],
     }
+
+
+def decoder_parts(
+    config: EncoderDecoderConfig, make: LayerMaker, number: int, lengths: SourceLengths, *,
+    key_bias: bool = True, norms_before: bool = False,
+) -> list[Part]:  # fmt: skip
+    """Returns attention, cross attention and the MLP of a layer of a decoder, as Whisper's and
+    BART's have them.
+
+    Args:
+        number: of the layer.
+        lengths: of sources.
+        key_bias: whether projections of keys have a bias.
+        norms_before: whether each part has a norm before it.
+    """
+    prefix = f"model.decoder.layers.{number}"
+
+    def norm(name: str) -> Norm | None:
+        return make.layer_norm(f"{prefix}.{name}_layer_norm") if norms_before else None
+
+    attention = make.attention(
+        f"{prefix}.self_attn",
+        **{**config.attention_shape(number), "rope": None},
+        norm=norm("self_attn"),
+        bias=True,
+        key_bias=key_bias,
+        output_bias=True,
+        projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+    )
+    cross = make.cross_attention(
+        f"{prefix}.encoder_attn",
+        num_heads=config.num_heads,
+        head_size=config.head_size,
+        source_size=config.hidden_size,
+        max_len=config.max_source_len,
+        norm=norm("encoder_attn"),
+        lengths=lengths,
+        bias=True,
+        key_bias=key_bias,
+    )
+    mlp = make.mlp(
+        f"{prefix}.fc1",
+        f"{prefix}.fc2",
+        config.intermediate_size,
+        norm=norm("final"),
+        activation=config.activation,
+        bias=True,
+    )
+    return [attention, cross, mlp]
 
 
 def read_source(folder: Path, config: Any, options: ModelConfig) -> SourceFormat | None:

@@ -14,25 +14,22 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.cross_attention import SourceLengths
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.config import renamed
 from aioinfer.models.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderModel,
     EncoderLayer,
     SourceEncoder,
+    decoder_parts,
     encoder_fields,
 )
-from aioinfer.models.mel import HOP, log_mel, mel_filters
 from aioinfer.models.source import SAMPLE_RATE
 
-_NAMES = {
-    "d_model": "hidden_size",
-    "decoder_layers": "num_hidden_layers",
-    "decoder_attention_heads": "num_attention_heads",
-    "decoder_ffn_dim": "intermediate_size",
-    "max_target_positions": "max_position_embeddings",
-    "activation_function": "hidden_act",
-}
+#: Samples of a window of the spectrogram, 25 ms, and from one window to the next.
+WINDOW, HOP = 400, 160
+# Slaney's scale: linear up to 1000 Hz, 15 mels there; logarithmic above, 27 mels for a factor of
+# 6.4
+_BREAK_HZ, _BREAK_MEL = 1000.0, 15.0
+_MELS_A_FACTOR, _FACTOR = 27.0, 6.4
 #: Steps of the spectrogram for each token of the encoder's output.
 STRIDE = 2
 
@@ -49,11 +46,6 @@ class WhisperConfig(EncoderDecoderConfig):
     num_mels: int
 
     @classmethod
-    def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Renames fields."""
-        return renamed({**cls.DEFAULTS, **config}, _NAMES)
-
-    @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the encoder's shape."""
         if config.get("scale_embedding"):
@@ -67,6 +59,36 @@ class WhisperConfig(EncoderDecoderConfig):
             "source_rate": SAMPLE_RATE,
             "num_mels": config["num_mel_bins"],
         }
+
+
+def log_mel(samples: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
+    """Returns the spectrogram float32 [B, mels, n / HOP] of samples float32 [B, n], in logarithms
+    within 8 decades of the loudest place of each row; `filters` are those of `mel_filters`."""
+    window = torch.hann_window(WINDOW, device=samples.device)
+    spectrum = torch.stft(samples, WINDOW, HOP, window=window, return_complex=True)
+    power = spectrum[..., :-1].abs().square()
+    decades = (filters @ power).clamp(min=1e-10).log10()
+    loudest = decades.amax(dim=(1, 2), keepdim=True)
+    return (torch.maximum(decades, loudest - 8.0) + 4.0) / 4.0
+
+
+def mel_filters(num_mels: int, device: torch.device) -> torch.Tensor:
+    """Returns triangular filters float32 [num_mels, WINDOW / 2 + 1] over the frequencies of a
+    window, whose areas are equal (Slaney's norm)."""
+    highest = _BREAK_MEL + _MELS_A_FACTOR * _log(SAMPLE_RATE / 2 / _BREAK_HZ) / _log(_FACTOR)
+    mels = torch.linspace(0.0, float(highest), num_mels + 2, dtype=torch.float64)
+    above = _BREAK_HZ * _FACTOR ** ((mels - _BREAK_MEL) / _MELS_A_FACTOR)
+    edges = torch.where(mels < _BREAK_MEL, mels * (_BREAK_HZ / _BREAK_MEL), above)
+    bins = torch.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1, dtype=torch.float64)
+    widths = edges.diff()
+    slopes = edges[:, None] - bins
+    rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]
+    filters = torch.minimum(rising, falling).clamp(min=0) * (2 / (edges[2:] - edges[:-2]))[:, None]
+    return filters.float().to(device)
+
+
+def _log(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64).log()
 
 
 class SoundEncoder(torch.nn.Module):
@@ -145,39 +167,10 @@ class WhisperModel(EncoderDecoderModel):
 
     def __init__(self, config: WhisperConfig, make: LayerMaker):
         lengths = SourceLengths(make.backend.device)
-        projections = ("q_proj", "k_proj", "v_proj", "out_proj")
 
         def layer(number: int) -> Layer:
-            prefix = f"model.decoder.layers.{number}"
-            attention = make.attention(
-                f"{prefix}.self_attn",
-                **{**config.attention_shape(number), "rope": None},
-                norm=make.layer_norm(f"{prefix}.self_attn_layer_norm"),
-                bias=True,
-                key_bias=False,
-                output_bias=True,
-                projections=projections,
-            )
-            cross = make.cross_attention(
-                f"{prefix}.encoder_attn",
-                num_heads=config.num_heads,
-                head_size=config.head_size,
-                source_size=config.hidden_size,
-                max_len=config.max_source_len,
-                norm=make.layer_norm(f"{prefix}.encoder_attn_layer_norm"),
-                lengths=lengths,
-                bias=True,
-                key_bias=False,
-            )
-            mlp = make.mlp(
-                f"{prefix}.fc1",
-                f"{prefix}.fc2",
-                config.intermediate_size,
-                norm=make.layer_norm(f"{prefix}.final_layer_norm"),
-                activation=config.activation,
-                bias=True,
-            )
-            return Layer([attention, cross, mlp])
+            options = {"key_bias": False, "norms_before": True}
+            return Layer(decoder_parts(config, make, number, lengths, **options))
 
         embedding = make.embedding("model.decoder.embed_tokens", config.vocab_size)
         with torch.device("meta"):

@@ -13,7 +13,14 @@ from engine_settings import inline_llm, worker_of
 from aioinfer import SamplingParams
 from aioinfer.config import MediaConfig
 from aioinfer.worker.gpu_device import GpuDevice
-from tests.vision_models import MODELS, conversation, picture, reference_output, save_model
+from tests.vision_models import (
+    MODELS,
+    SOUND_MODELS,
+    conversation,
+    picture,
+    reference_output,
+    save_model,
+)
 
 TOKENS = 12
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
@@ -25,7 +32,7 @@ TURNS: list[tuple[Any, ...]] = [
 
 
 #: Models whose attention kernels compute with heads of 64; with heads of 16 it is plain torch.
-WITH_KERNELS = ("qwen3_vl", "gemma3", "mistral3", "smolvlm")
+WITH_KERNELS = ("qwen3_vl", "gemma3", "mistral3", "smolvlm", "voxtral")
 
 
 @pytest.mark.parametrize(
@@ -41,8 +48,8 @@ def test_texts_are_transformers_s(
         tmp_path, scheduler__max_num_batched_tokens=96, scheduler__max_num_seqs=8,
         cache__enable_prefix_caching=True, model__max_model_len=2048,
     ) as llm:  # fmt: skip
-        outputs = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
-        again = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
+        said = [conversation(*parts, hears=name in SOUND_MODELS) for parts in TURNS]
+        outputs, again = llm.chat(said, PARAMS), llm.chat(said, PARAMS)
         device = worker_of(llm).runner.device
         assert isinstance(device, GpuDevice)
         assert bool(device.graphs.decode.graphs) == kernels

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from aioinfer.errors import ConfigError
-from aioinfer.models.mel import HOP
 from aioinfer.models.source import SAMPLE_RATE
 from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
 from aioinfer.models.vision.tower import Tower, activation
-from aioinfer.models.whisper import STRIDE, SoundEncoder
+from aioinfer.models.whisper import HOP, STRIDE, SoundEncoder
 
 _DEFAULTS: Mapping[str, Any] = {
     "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu",
