@@ -5,7 +5,8 @@ float32."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,17 @@ def test_tokens_are_those_of_rounded_keys_and_values(case: Case, way: str) -> No
 
 @pytest.mark.extended
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_give_the_same(case: Case, ranks: int) -> None:
-    """Of four ranks two share each KV head; calibrated, they agree on its scale."""
+def test_ranks_give_the_same(case: Case, ranks: int, tmp_path: Path) -> None:
+    """Of four ranks two share each KV head; calibrated, where the checkpoint has no scales, they
+    agree on its scale."""
     parallel = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks}
     assert run(case, **parallel) == case.expected
-    calibrated = {"cache__scales": "calibrated"}
-    assert run(case, **calibrated, **parallel) == run(case, **calibrated)
+    folder = shutil.copytree(case.folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale")}
+    save_file(plain, folder / "model.safetensors")
+    calibrated = replace(case, folder=folder)
+    assert run(calibrated, **parallel) == run(calibrated) != case.expected
 
 
 @pytest.mark.extended
