@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import threading
 import time
@@ -110,12 +111,15 @@ def _pause_watch(loop: asyncio.AbstractEventLoop, thread: int) -> _Watch:
 
 @asynccontextmanager
 async def pauses_watched() -> AsyncIterator[_Watch]:
-    """Context that yields a watch of the seconds for which this event loop is held up."""
+    """Context that yields a watch of the seconds for which this event loop is held up. Garbage is
+    not collected meanwhile: that of the tests may take longer than what is measured."""
     loop, thread = asyncio.get_running_loop(), threading.get_native_id()
+    gc.disable()
     watch = await asyncio.to_thread(_pause_watch, loop, thread)
     try:
         yield watch
     finally:
+        gc.enable()
         await asyncio.to_thread(watch.end)
 
 

@@ -38,7 +38,7 @@ _MAX_SAMPLE = 2.0**31
 #: With which files begin that libsndfile is given, but for MP3 without a tag.
 _MAGIC = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3")
 #: Zero crossings of the resampler's kernel on either side, and the most steps of a sample that its
-#: phases have: another rate is taken for one that differs from it by a millionth.
+#: phases have: another rate is taken for one that differs from it by a thousandth at most.
 _CROSSINGS, _MAX_PHASES = 16, 1024
 
 
