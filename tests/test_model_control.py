@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_control import Mode
@@ -306,6 +306,24 @@ async def test_a_checkpoint_of_another_model_changes_nothing(folder: Path, tmp_p
         assert await tokens_of(outputs) == expected
         assert await tokens_of(await submit_all(frontend)) == expected
         assert frontend.control.weight_version == "0"
+
+
+async def test_a_checkpoint_that_lacks_a_tensor_changes_no_stage(tmp_path: Path) -> None:
+    """The first stage finds all of its own."""
+    folder = tiny_llama(tmp_path / "old", num_layers=2)
+    other = tiny_llama(tmp_path / "new", num_layers=2, seed=1)
+    whole = load_file(other / "model.safetensors")
+    lacking = {name: each for name, each in whole.items() if name != "model.norm.weight"}
+    save_file(lacking, other / "model.safetensors")
+    stages = {"parallel.pipeline_parallel_size": 2}
+    async with launched(folder, "multiprocess", **stages) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        with pytest.raises(WorkerCallError, match=r"model\.norm\.weight"):
+            await frontend.control.update_from_disk(other)
+        assert await tokens_of(await submit_all(frontend)) == expected
+        save_file(whole, other / "model.safetensors")
+        await frontend.control.update_from_disk(other)
+        assert await tokens_of(await submit_all(frontend)) != expected
 
 
 async def test_weights_that_sleep_cannot_be_updated(folder: Path, other: Path) -> None:

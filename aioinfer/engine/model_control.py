@@ -387,7 +387,9 @@ class ModelControl:
         """
         self._require_weights()
         await self._stop(mode)
-        if not all(await self._call("update_from_disk", folder=str(folder))):
+        if all(await self._call("check_folder", folder=str(folder))):
+            await self._call("update_from_disk", folder=str(folder))
+        else:
             await self._replace_workers(folder)
         self.weights_folder = folder
         self._note_update(version, of_folder=True)

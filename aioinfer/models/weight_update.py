@@ -176,20 +176,9 @@ class WeightUpdate:
         return [shard.destination for form in self._forms for _, shard in form.begin()]
 
     def read(self, folder: Path) -> None:
-        """Loads all weights from a checkpoint. Raises `ConfigError`, and changes nothing, if it is
-        not one of this model."""
-        located = locate_tensors(folder)
-        check_names(list(self._of), folder, located, self._model.is_unused)
+        """Loads all weights from a checkpoint. Raises as `check_folder`, and changes nothing."""
+        stored = self.check_folder(folder)
         self._waiting.clear()
-        files = _OpenFiles()
-
-        def stored(name: str, shard: WeightShard) -> Any:
-            place = located[name]
-            return slice_of(files.of(place.file), place.name, place.file, shard)
-
-        for form in self._forms:
-            for name, shard in form.shards:
-                check_shape(list(stored(name, shard).get_shape()), name, shard)
         mode = torch.is_inference_mode_enabled()
 
         def load(form: LayerForm) -> None:
@@ -204,6 +193,22 @@ class WeightUpdate:
         except ConfigError as error:  # a file has changed meanwhile
             raise RuntimeError(f"the weights are incomplete: {error}") from error
         self._finish_tied()
+
+    def check_folder(self, folder: Path) -> Callable[[str, WeightShard], Any]:
+        """Returns what finds the tensors of a checkpoint. Raises `ConfigError` if it is not one of
+        this model."""
+        located = locate_tensors(folder)
+        check_names(list(self._of), folder, located, self._model.is_unused)
+        files = _OpenFiles()
+
+        def stored(name: str, shard: WeightShard) -> Any:
+            place = located[name]
+            return slice_of(files.of(place.file), place.name, place.file, shard)
+
+        for form in self._forms:
+            for name, shard in form.shards:
+                check_shape(list(stored(name, shard).get_shape()), name, shard)
+        return stored
 
     def take(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Loads tensors, whole, by the names of a checkpoint; those of layers that lack others are

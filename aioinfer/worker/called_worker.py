@@ -87,18 +87,21 @@ class CalledWorker:
 
     # ---------------------------------------------------------------- weights
 
-    def update_from_disk(self, folder: str) -> bool:
-        """Loads the weights again, from a checkpoint. Returns False, and changes nothing, where a
-        layer cannot be loaded again: then new workers have to load them. Raises `ConfigError`, and
-        changes nothing, for a checkpoint that is not one of this model."""
+    def check_folder(self, folder: str) -> bool:
+        """Whether the weights can be loaded again from a checkpoint; otherwise new workers have to
+        load them. Raises `ConfigError` for a checkpoint that is not one of this model."""
         try:
             update = self._make_update()
         except ConfigError:
             return False
-        self._update = None
-        update.read(Path(folder))
-        self.note_update(digest_files(Path(folder)))
+        update.check_folder(Path(folder))
         return True
+
+    def update_from_disk(self, folder: str) -> None:
+        """Loads the weights again, from a checkpoint, once all ranks have checked it."""
+        self._update = None
+        self._make_update().read(Path(folder))
+        self.note_update(digest_files(Path(folder)))
 
     def begin_update(self) -> None:
         """Begins an update, tensor by tensor. Raises `ConfigError` if weights cannot be loaded
