@@ -151,7 +151,7 @@ class PictureReader:
         if len(sources) > self._config.max_pictures:
             raise FieldError(
                 sources[self._config.max_pictures].place,
-                f"is one picture too many: {self._config.max_pictures} are allowed in a request "
+                f"is one too many: {self._config.max_pictures} are allowed in a request "
                 "(media.max_pictures)",
             )
         for source in sources:

@@ -62,7 +62,8 @@ def decode_sound(
             if not _MIN_RATE <= given <= _MAX_RATE:
                 raise FieldError(place, f"has {given} samples a second, which is not supported")
             most = config.max_seconds if longest is None else min(longest, config.max_seconds)
-            return _collect(blocks, given, rate, most, place)
+            setting = " (see media.max_seconds)" if most == config.max_seconds else ""
+            return _collect(blocks, given, rate, most, place, setting)
     except (FieldError, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever they like
@@ -72,9 +73,11 @@ def decode_sound(
         raise FieldError(place, f"is not sound, or it is broken{more}") from error
 
 
-def _collect(blocks: Iterator[F32], given: int, rate: int, seconds: int, place: str) -> F32:
-    """Returns the samples of all blocks at another rate, of no more than some seconds. Raises
-    `FieldError`."""
+def _collect(
+    blocks: Iterator[F32], given: int, rate: int, seconds: int, place: str, setting: str
+) -> F32:
+    """Returns the samples of all blocks at another rate, of no more than some seconds; `setting`
+    ends the message about more. Raises `FieldError`."""
     resampler, longest, count = Resampler(given, rate), seconds * rate, 0
     samples = np.empty(longest, np.float32)  # whose memory is the system's until it is written
     for block in blocks:
@@ -82,7 +85,7 @@ def _collect(blocks: Iterator[F32], given: int, rate: int, seconds: int, place: 
             raise FieldError(place, "has samples that are not finite, or too large")
         made = resampler.push(block)
         if count + len(made) > longest:
-            raise FieldError(place, f"is longer than {seconds} seconds (see media.max_seconds)")
+            raise FieldError(place, f"is longer than {seconds} seconds{setting}")
         samples[count : count + len(made)] = made
         count += len(made)
     last = resampler.end()[: longest - count]

@@ -20,7 +20,7 @@ _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 _MAX_CHANNELS = 32
 #: Samples that are decoded at a time, of all channels.
 _BLOCK = 2**16
-#: What a file may take, beside the interpreter.
+#: Bounds of the process: seconds of CPU time, and bytes of memory, the interpreter's among them.
 _MAX_CPU_S, _MAX_BYTES = 120, 2**28
 
 

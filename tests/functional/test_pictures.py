@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "too many": (
         CHAT, {"messages": conversation(*[PICTURE] * 4)}, "messages[0].content[3].image_url",
-        "one picture too many",
+        "one too many",
     ),
     "a ribbon": (
         CHAT, {"messages": conversation(Image.new("RGB", (3000, 10)))}, f"{AT}.image_url",

@@ -37,7 +37,7 @@ from aioinfer.engine.output import Delta
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, Segment, Transcriber, language_names
 from aioinfer.engine.word_times import F32
-from aioinfer.errors import FieldError
+from aioinfer.errors import FieldError, NotReadyError
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -238,14 +238,19 @@ class Transcript:
         return given or ["segment"]
 
     async def _align(self, deltas: Sequence[Delta]) -> list[F32]:
-        """Returns how much the tokens of each part attend to its sound."""
+        """Returns how much the tokens of each part attend to its sound. Raises `NotReadyError` if
+        that was cut short."""
         prompts, params = self._transcriber.alignment(
             self._recording, self.language or "en", self._task,
             [delta.token_ids for delta in deltas], frontend_of(self._request).max_model_len,
         )  # fmt: skip
         async with submitted(self._request, self._generation(prompts, params)) as outputs:
             await collect(outputs)
-            return [output.features(0)["alignment"] for output in outputs]
+            found = [output.features(0).get("alignment") for output in outputs]
+        weights = [each for each in found if each is not None]
+        if len(weights) < len(found):  # as after /pause?mode=abort
+            raise NotReadyError("the request was ended before the times of its words were found")
+        return weights
 
     def _generation(self, prompts: Sequence[SourcePrompt], params: SamplingParams) -> Generation:
         streams = isinstance(self._form, TranscriptionForm) and self._form.stream

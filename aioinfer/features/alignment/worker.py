@@ -60,7 +60,8 @@ class Work(WorkerFeature):
                 own = self._own([head for number, head in heads if number == layer], attention)
                 if own and len(found):
                     weights = self._weights(attention, queries[tokens][:, own], row, own)
-                    found += _normed(weights[..., :frames]).sum(dim=0)
+                    for each in weights[..., :frames].split(1):  # the median takes much memory
+                        found += _normed(each)[0]
             matrices.append(found.flatten() / len(heads))
         summed = self.rank.model.backend.group.all_reduce(torch.cat(matrices))
         return PendingSection(Alignments, (summed,))
