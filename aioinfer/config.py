@@ -175,7 +175,7 @@ def load_models(
     for number, table in enumerate(tables, 1):
         try:
             _check_table(table)
-            # what sleeps on a GPU has to be held so; an explicit `false` is told where it matters
+            # needed for sleep on a GPU; where it is set to false there, the start fails
             merged = _laid_over({"model": {"sleep_mode": True}}, _laid_over(tree, table))
             configs.append(_load(merged, pairs))
         except ConfigError as error:

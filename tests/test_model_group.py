@@ -129,7 +129,7 @@ async def test_an_aborted_request_wakes_no_model_up(folders: list[Path]) -> None
         assert second.engines[0].scheduler.num_waiting == 1
         output.abort()
         assert second.engines[0].is_idle
-        await until(lambda: not models._line)
+        await until(lambda: not models._wanted)
         assert await tokens_of(first)
         assert (models.awake, second.control.num_wakes) == (first, 0)
 
@@ -141,7 +141,7 @@ async def test_a_model_that_is_paused_keeps_its_place(
         first, second = models
         await first.control.pause()
         waiting = asyncio.ensure_future(tokens_of(second))
-        await until(lambda: models._line)
+        await until(lambda: models._wanted)
         await asyncio.sleep(0.05)
         assert (models.awake, first.control.sleep_level) == (first, 0)
         await models.end_pauses()

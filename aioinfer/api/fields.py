@@ -105,7 +105,7 @@ NO_EFFECT_BY_REASON: dict[str, tuple[str, ...]] = {
     "every feature that it names has a field of its own": ("betas",),
     "it is for tools that an operator's servers run, and there are none": ("max_tool_calls",),
     "it is for a request that an operator's servers decline": ("fallbacks",),
-    "it is for images, which are refused themselves": ("image",),
+    "pictures keep all of their embeddings, whatever it says of compression": ("image",),
     "there is one kind of grammars": ("guided_decoding_backend",),
     "a text has no spaces between special tokens that could be left out": (
         "spaces_between_special_tokens",

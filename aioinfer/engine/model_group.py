@@ -1,4 +1,4 @@
-"""The models of a server: one of them is awake at a time, and has the devices.
+"""The models of a server: one of them is awake at a time, and has the devices; the others sleep.
 
 The HTTP server has a `ModelGroup`, also of one model; then nothing here runs beside requests. Each
 model is a `Frontend` of its own. Requests for a model that sleeps wait in its scheduler's queue,
@@ -7,7 +7,7 @@ where they can be aborted as any other, and the group swaps the models:
 - once the model that is awake has been so for `server.min_stay_s`, it takes no further requests
   into slots, finishes the running ones, and sleeps (`ModelControl.sleep`, with "wait");
 - of the models for which requests wait, the one that has waited longest wakes up. Requests that
-  still wait for the former one put it at the end of the line.
+  still wait for the former one put it last in the order of waiting.
 
 So each model has its turn after at most a stay and a drain of every other one, no stream is cut,
 and requests in turns for two models cause no more swaps than the stay allows. As Ollama and
@@ -56,7 +56,8 @@ class ModelGroup:
         self.is_swapping = False
         self._awake_since = time.monotonic()
         self._min_stay_s = self.first.config.server.min_stay_s
-        self._line: dict[Frontend, None] = {}  # models that requests wait for, in their order
+        #: models that requests wait for, the one that has waited longest first
+        self._wanted: dict[Frontend, None] = {}
         self._is_wanted = asyncio.Event()
         self._turns = [asyncio.Event() for _ in self._frontends]  # set while a model is awake
         self._task: asyncio.Task[None] | None = None
@@ -119,7 +120,7 @@ class ModelGroup:
     def dead_reason(self) -> str | None:
         """Why no request can be served any more, or None."""
         if self._task is not None and self._task.done():
-            return "models can take no turns any more"
+            return "the swapping of models has failed"
         return next((each.dead_reason for each in self._frontends if each.dead_reason), None)
 
     def is_healthy(self) -> bool:
@@ -156,16 +157,16 @@ class ModelGroup:
     # ---------------------------------------------------------------- turns
 
     def _want(self, frontend: Frontend) -> None:
-        """Puts a model that sleeps, and has got a request, into the line."""
-        self._line.setdefault(frontend)
+        """Enters a model that sleeps and has got a request."""
+        self._wanted.setdefault(frontend)
         self._is_wanted.set()
 
     def _next(self) -> Frontend | None:
-        """Returns the first model of the line for which a request waits still."""
-        for frontend in list(self._line):
+        """Returns the model that has waited longest, of those for which a request still waits."""
+        for frontend in list(self._wanted):
             if frontend is not self.awake and _has_requests(frontend):
                 return frontend
-            del self._line[frontend]
+            del self._wanted[frontend]
         return None
 
     async def _swap_forever(self) -> None:
@@ -180,7 +181,7 @@ class ModelGroup:
                     else:
                         await self._swap()
         except Exception:
-            _log.exception("models can take no turns any more")
+            _log.exception("the swapping of models has failed")
             raise
 
     async def _swap(self) -> None:
@@ -193,7 +194,7 @@ class ModelGroup:
             await before.control.sleep(mode="wait")
             self._turns[self._frontends.index(before)].clear()
             self.awake = self._next() or before
-            self._line.pop(self.awake, None)
+            self._wanted.pop(self.awake, None)
             if before is not self.awake and _has_requests(before):
                 self._want(before)
             await self._wake(self.awake)

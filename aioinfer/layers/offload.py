@@ -168,7 +168,7 @@ class OffloadedLayers:
     def describe(self) -> str:
         """Returns how much is offloaded, for the start-up table."""
         host, slots = (nbytes / 2**30 for nbytes in (self.nbytes, self.slot_bytes))
-        return f"{host:.2f} GiB of weights on the host, with {slots:.2f} GiB for them here"
+        return f"{host:.2f} GiB of weights on the host, in turn in {slots:.2f} GiB of the device"
 
     # ---------------------------------------------------------------- while weights are loaded
 

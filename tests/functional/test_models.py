@@ -209,7 +209,7 @@ async def test_what_is_refused(three: Served) -> None:
             assert response.status == status, await response.text()
 
 
-async def test_a_stream_is_not_cut_and_a_client_that_goes_away_leaves_the_line(
+async def test_a_stream_is_not_cut_and_a_client_that_goes_away_wakes_no_model(
     folder: Path,
 ) -> None:
     text = "".join(LLAMA.format(folder=folder / name, name=name) for name in ("llama", "other"))

@@ -1,5 +1,5 @@
-"""The books of the embeddings that the workers keep: which pictures they are of, and in which rows
-of the cache they lie."""
+"""Records of the embeddings that the workers keep: of which pictures they are, and in which rows of
+the cache."""
 
 from __future__ import annotations
 

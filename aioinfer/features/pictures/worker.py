@@ -26,7 +26,7 @@ class Work(WorkerFeature):
     """See `WorkerFeature`.
 
     Attributes:
-        embeddings: [rows, width], of the pictures that the planning half has in its books; without
+        embeddings: [rows, width], of the pictures that `EmbeddingCache` has records of; without
             rows in pipeline stages that encode none.
     """
 
