@@ -331,6 +331,12 @@ def _check_combinations(config: Config) -> None:
             if getattr(model, name) is not None:
                 raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
     _check_tracing(config.tracing)
+    for source in config.media.allowed_sources:
+        if not source or (not source.startswith("/") and any(mark in source for mark in "/~")):
+            raise ConfigError(
+                f"media.allowed_sources: {source!r} is neither a host, such as 'example.org', nor "
+                "the absolute path of a folder"
+            )
     try:
         SamplingParams(**model.sampling)
     except RequestError as error:

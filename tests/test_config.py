@@ -196,6 +196,8 @@ def test_models_do_not_share_a_place(tmp_path: Path) -> None:
         ("model.sampling.topp=1", r"did you mean 'model\.sampling\.top_p'"),
         ("server.limits.tokens_per_minute=x", r"tokens_per_minute must be integer, not 'x'"),
         ("server.tls_key=key.pem", r"did you mean 'server\.tls_files'"),
+        ('media.allowed_sources=["./a"]', r"allowed_sources: '\./a' is neither a host"),
+        ('media.allowed_sources=["https://a.org"]', r"nor the absolute path of a folder"),
         ("port=80", r"write section\.key \(did you mean 'server\.port'\?\)"),
         ("server.port", r"'server\.port' is not an override"),
         ("server.port=high", r"server\.port must be integer, not 'high'"),
