@@ -7,6 +7,7 @@ python scripts/document_keys.py
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -52,7 +53,7 @@ def render() -> str:
         lines += [
             f"## [{section.name}]",
             "",
-            _first_line(hints[section.name].__doc__),
+            _first_paragraph(hints[section.name].__doc__),
             "",
             "| key | type | default | |",
             "|---|---|---|---|",
@@ -119,8 +120,8 @@ def _joined(values: Iterable[object]) -> str:
     return ", ".join(f"`{json.dumps(value)}`" for value in values)
 
 
-def _first_line(doc: str | None) -> str:
-    return (doc or "").partition("\n")[0]
+def _first_paragraph(doc: str | None) -> str:
+    return inspect.cleandoc(doc or "").partition("\n\n")[0]
 
 
 def main() -> None:

@@ -86,8 +86,7 @@ class RequestLimits:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you "
                 f"requested {prompt_len + max_tokens} tokens ({prompt_len} in the prompt, "
-                f"{max_tokens} in the output: max_tokens). Please reduce the length of one of "
-                "them.",
+                f"{max_tokens} in the output). Please reduce the length of one of them.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -24,7 +24,8 @@ async def test_a_command(served: Served, command: str) -> None:
     _, *options = shlex.split(command)
     body = options.pop() if "-d" in options else None
     (url,) = [option for option in options if option.startswith("http://127.0.0.1:8000/")]
-    assert set(options) <= {"-N", "-d", url}
+    assert set(options) <= {"-N", "-d", "-g", url}
+    assert "-g" in options or not set("[]{}") & set(url)  # which curl expands without it
     # the Content-Type that curl sends with -d
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
     async with served.http.request(
