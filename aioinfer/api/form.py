@@ -17,8 +17,8 @@ from aioinfer.errors import RequestError
 _NOT_A_FORM = AssertionError, HttpProcessingError, LookupError, RuntimeError, ValueError
 #: Bytes of a part that are received at a time.
 _CHUNK = 2**16
-#: Bytes of a field of a form, but the file.
-_MAX_FIELD_BYTES = 16_384
+#: Bytes of the fields of a form and their names, but for the file: of each, and of all.
+_MAX_FIELD_BYTES, _MAX_FIELDS_BYTES = 16_384, 65_536
 
 S = TypeVar("S", bound=Struct)
 
@@ -57,15 +57,20 @@ async def _receive(
 ) -> dict[str, Any]:
     """Returns the texts of the fields; of those whose names end in `[]`, lists of texts."""
     form, has_file, fields = await request.multipart(), False, dict[str, Any]()
+    left = _MAX_FIELDS_BYTES
     while (part := await form.next()) is not None:
         if not isinstance(part, BodyPartReader):
             raise RequestError("a form within the form is not understood")
         if (name := part.name or "") != "file":
-            text = (await _read_field(part)).decode("utf-8", "replace")
+            value = await _read_field(part)
+            if (left := left - len(name) - len(value)) < 0:
+                raise RequestError("the fields of the form are too long", param=name)
+            text: Any = value.decode("utf-8", "replace")
             if name.endswith("[]"):
-                fields.setdefault(name.removesuffix("[]"), []).append(text)
-            else:
-                fields[name] = text
+                name = name.removesuffix("[]")
+                given = fields.get(name)
+                text = [*given, text] if isinstance(given, list) else [text]
+            fields[name] = text
         elif has_file:
             raise RequestError("the form has two files", param="file")
         else:

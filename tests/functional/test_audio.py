@@ -208,6 +208,13 @@ REFUSED: dict[str, tuple[dict[str, str], bytes | None, int, str | None, str]] = 
     "a high one": ({"temperature": "1.5"}, FILE[1], 400, "temperature", "<= 1"),
     "a language": ({"language": "xx"}, FILE[1], 400, "language", "ISO-639-1"),
     "a field": ({"speed": "2"}, FILE[1], 400, "speed", "is not supported"),
+    "long fields": (
+        {f"a{i}": "a" * 16_000 for i in range(5)}, FILE[1], 400, "a4", "fields of the form"
+    ),
+    "a field as text and as list": (
+        {"timestamp_granularities": "x", "timestamp_granularities[]": "word"}, FILE[1], 400,
+        "timestamp_granularities", "needs",
+    ),
     "a stream of pieces": (
         {"stream": "true", "response_format": "srt"}, FILE[1], 400, "stream", "needs"
     ),

@@ -70,8 +70,8 @@ class PictureFormat:
         has_sections: whether each token has three rotary positions (M-RoPE).
         interleaves_sections: whether their pairs of channels are interleaved.
         is_bidirectional: whether the tokens of a picture attend to each other both ways.
-        hears: whether they are clips of sound; see `sound`.
         keeps_windows: whether they then do so in layers with a window alone, and within it.
+        hears: whether the pictures are clips of sound (`vision.sound`).
         marker_id: the token that chat templates write for a picture.
         placeholder_id: the token that an embedding takes the place of.
         mean, std: of the channels, by which pixels from 0 to 1 are normalised.
