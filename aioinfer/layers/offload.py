@@ -33,7 +33,7 @@ from aioinfer.layers.transfers import Transfers
 #: Smaller tensors stay on the device: together they are small, and kernels write to some of them.
 MIN_BYTES = 1 << 16
 #: With two slots, two offloaded layers would save nothing.
-_FEWEST = 3
+_MIN_LAYERS = 3
 
 
 class _Piece(NamedTuple):
@@ -121,15 +121,15 @@ def choose_layers(sizes: Sequence[int], nbytes: int) -> list[int]:
     `nbytes` together, at equal distances, but neither the first nor the last. Raises `ConfigError`
     if that is not enough."""
     inner = range(1, len(sizes) - 1)
-    for count in range(_FEWEST, len(inner) + 1):
+    for count in range(_MIN_LAYERS, len(inner) + 1):
         chosen = [inner[(2 * n + 1) * len(inner) // (2 * count)] for n in range(count)]
         if sum(sizes[number] for number in chosen) >= nbytes:
             return chosen
-    most = sum(sizes[number] for number in inner) / 2**30
+    total = sum(sizes[number] for number in inner) / 2**30
     raise ConfigError(
         f"model.offload_gb = {nbytes / 2**30:g}: without the first and the last layer, which stay "
-        f"on the device, a worker's {len(inner)} layers have {most:.2f} GiB"
-        + (f"; at least {_FEWEST} of them are needed" if len(inner) < _FEWEST else "")
+        f"on the device, a worker's {len(inner)} layers have {total:.2f} GiB"
+        + (f"; at least {_MIN_LAYERS} of them are needed" if len(inner) < _MIN_LAYERS else "")
     )
 
 

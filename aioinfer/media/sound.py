@@ -61,9 +61,9 @@ def decode_sound(
         with _opened(data) as (given, blocks):
             if not _MIN_RATE <= given <= _MAX_RATE:
                 raise FieldError(place, f"has {given} samples a second, which is not supported")
-            most = config.max_seconds if longest is None else min(longest, config.max_seconds)
-            setting = " (see media.max_seconds)" if most == config.max_seconds else ""
-            return _collect(blocks, given, rate, most, place, setting)
+            seconds = config.max_seconds if longest is None else min(longest, config.max_seconds)
+            setting = " (see media.max_seconds)" if seconds == config.max_seconds else ""
+            return _collect(blocks, given, rate, seconds, place, setting)
     except (FieldError, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever they like

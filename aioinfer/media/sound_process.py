@@ -26,11 +26,11 @@ _MAX_CPU_S, _MAX_BYTES = 120, 2**28
 
 def main() -> None:
     """See the module."""
-    for limit, most in (
+    for limit, bound in (
         (resource.RLIMIT_CPU, _MAX_CPU_S), (resource.RLIMIT_DATA, _MAX_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
-        resource.setrlimit(limit, (most, most))
+        resource.setrlimit(limit, (bound, bound))
     # libsndfile writes notes to the standard output
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

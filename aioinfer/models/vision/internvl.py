@@ -79,9 +79,9 @@ class InternVLFormat(PictureFormat):
         `max_pixels` has no effect. Raises `ConfigError` if a size is wrong."""
         vision, size = _tower_config(config), processor.get("size") or {}
         tile, patch = vision["image_size"], vision["patch_size"]
-        least, most = processor.get("min_patches", 1), processor.get("max_patches", 12)
-        numbers = (tile, patch, least, most)
-        if not all(isinstance(each, int) and each > 0 for each in numbers) or least > most:
+        min_tiles, max_tiles = processor.get("min_patches", 1), processor.get("max_patches", 12)
+        numbers = (tile, patch, min_tiles, max_tiles)
+        if not all(isinstance(each, int) and each > 0 for each in numbers) or min_tiles > max_tiles:
             raise ConfigError(f"sizes of pictures must be positive whole numbers, not {numbers}")
         if (size.get("height", tile), size.get("width", tile)) != (tile, tile):
             raise ConfigError(f"tiles of {size} do not suit a tower for {tile}")
@@ -92,8 +92,8 @@ class InternVLFormat(PictureFormat):
             std=read_channels(processor, "image_std", _STD),
             tile=tile,
             tokens=(tile // patch // _merge(config)) ** 2,
-            min_tiles=least,
-            max_tiles=most,
+            min_tiles=min_tiles,
+            max_tiles=max_tiles,
             resample=int(processor.get("resample", _BICUBIC)),
         )
 
@@ -123,14 +123,14 @@ class InternVLFormat(PictureFormat):
         several the most that the picture's pixels fill by half."""
         numbers = range(1, self.max_tiles + 1)
         grids = [(columns, rows) for columns in numbers for rows in numbers]
-        best, least = (1, 1), math.inf
+        best, smallest = (1, 1), math.inf
         for columns, rows in sorted(grids, key=math.prod):
             if not self.min_tiles <= columns * rows <= self.max_tiles:
                 continue
             difference = abs(width / height - columns / rows)
             is_filled = width * height > 0.5 * self.tile**2 * columns * rows
-            if difference < least or (difference == least and is_filled):
-                best, least = (columns, rows), difference
+            if difference < smallest or (difference == smallest and is_filled):
+                best, smallest = (columns, rows), difference
         return best
 
 
