@@ -280,7 +280,7 @@ class LMHead:
         """Yields where this rank's rows of the checkpoint's tensor go, if it is not tied."""
         if self._quantized is not None:
             yield from self._quantized.weight_shards()
-        elif isinstance(self.weight, DenseWeight):
+        elif self._tied is None and isinstance(self.weight, DenseWeight):
             yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight.loaded)
         if self._bias is not None:
             yield f"{self._name}.bias", self._vocabulary.weight_shard(self._bias)
