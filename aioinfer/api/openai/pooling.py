@@ -279,6 +279,8 @@ class _Scoring(PoolingDialect[SB]):
     and `max_tokens_per_doc` tokens count, if they are given and not 0."""
 
     id_prefix = "score-"
+    #: The field of the first side, as `param` is that of the second.
+    first_param: str
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Returns the texts of both sides; the first may be one for all."""
@@ -306,6 +308,8 @@ class _Scoring(PoolingDialect[SB]):
         first, second = sides
         self._num_first = len(first)
         if not is_cross:
+            if not all(first):
+                raise FieldError(self.first_param, "is empty")
             return first + second
         first *= len(second) if len(first) == 1 else 1
         frontend = self.frontend
@@ -329,7 +333,10 @@ class ScoreDialect(_Scoring[bodies.ScoreRequest]):
 
     body_type = bodies.ScoreRequest
     reply_type = bodies.Scores
-    param = "text_2"
+
+    def __init__(self, request: web.Request, body: bodies.ScoreRequest):
+        super().__init__(request, body)
+        self.first_param, self.param = body.side_names()
 
     def texts(self) -> tuple[list[str], list[str]]:
         """See `_Scoring.texts`."""
@@ -351,6 +358,7 @@ class RerankDialect(_Scoring[bodies.RerankRequest]):
     body_type = bodies.RerankRequest
     reply_type = bodies.Reranked | list[bodies.RerankedText]
     id_prefix = "rerank-"
+    first_param = "query"
 
     def __init__(self, request: web.Request, body: bodies.RerankRequest):
         super().__init__(request, body)

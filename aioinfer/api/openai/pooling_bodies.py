@@ -219,6 +219,13 @@ class ScoreRequest(ScoringBody, kw_only=True):
         first, second = map(self._side, _SIDES)
         return first, second
 
+    def side_names(self) -> tuple[str, str]:
+        """Returns the names under which the sides were given."""
+        first, second = (
+            name if getattr(self, name) is not None else other for name, other in _SIDES
+        )
+        return first, second
+
     def _side(self, names: tuple[str, ...]) -> list[str]:
         given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
         if not given:
