@@ -19,6 +19,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ra
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from aioinfer.errors import ConfigError
 from aioinfer.features.pictures.prompt import place_pictures
 from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
 from aioinfer.models.vision.gemma4 import Gemma4Format
@@ -142,6 +143,11 @@ def test_embeddings_of_one_picture_and_of_several(size: tuple[int, int], count: 
 def test_a_ribbon_is_refused(format: PictureFormat) -> None:
     with pytest.raises(PictureError, match="200 times"):
         format.process(picture(5000, 20))
+
+
+def test_a_table_of_positions_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"280 embeddings long, for which 839 positions"):
+        Gemma4Format.read({"vision_config": {"position_embedding_size": 839}}, {}, 10**6)
 
 
 def test_a_padded_ribbon_takes_little_memory() -> None:

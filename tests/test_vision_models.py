@@ -104,9 +104,12 @@ def features_of(llm: LLM) -> Planning:
     return found
 
 
-@pytest.mark.parametrize(
+WITH_PICTURES = pytest.mark.parametrize(
     "saved", [each for each in MODELS if each not in SOUND_MODELS], indirect=True
 )
+
+
+@WITH_PICTURES
 def test_pixels_and_counts_are_transformers_s(saved: Saved) -> None:
     vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
     assert vision is not None
@@ -123,6 +126,18 @@ def test_pixels_and_counts_are_transformers_s(saved: Saved) -> None:
         assert torch.allclose(found, expected.reshape(found.shape), atol=2e-6)
     dummy = vision.format.dummy(12)
     assert 1 <= dummy.num_embeddings <= 12
+
+
+@WITH_PICTURES
+@torch.inference_mode()
+def test_a_tower_has_positions_for_ribbons(saved: Saved) -> None:
+    vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
+    assert vision is not None
+    tower = vision.make(vision.config, vision.format, 64)
+    for size in ((1, 1), (1, 190), (190, 1)):
+        processed = vision.format.process(picture(*size))
+        found = tower.encode([torch.from_numpy(processed.pixels.copy())], [processed.grid])
+        assert len(found) == processed.num_embeddings > 0
 
 
 @EVERY

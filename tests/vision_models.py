@@ -141,7 +141,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {
             "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "patch_size": 4,
-            "pooling_kernel_size": 2, "position_embedding_size": 80, "standardize": True,
+            "pooling_kernel_size": 2, "position_embedding_size": 140, "standardize": True,
             "use_clipped_linears": True, "initializer_range": 0.2,
         },
         {

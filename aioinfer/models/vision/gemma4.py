@@ -72,6 +72,12 @@ class Gemma4Format(PictureFormat):
             raise ConfigError(f"sizes of pictures must be positive whole numbers, not {numbers}")
         if any(processor.get(name, vision[name]) != vision[name] for name in names):
             raise ConfigError(f"{' and '.join(names)} of processor and tower must be the same")
+        positions = vision["position_embedding_size"]
+        if positions < max_tokens * vision["pooling_kernel_size"]:
+            raise ConfigError(
+                f"a picture may be {max_tokens} embeddings long, for which {positions} positions "
+                "(position_embedding_size) are too few"
+            )
         token = config.get("image_token_id", 258_880)
         text = config.get("text_config") or {}
         return cls(
