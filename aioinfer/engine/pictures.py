@@ -197,9 +197,10 @@ class PictureReader:
         has written more or fewer markers than there are pictures."""
         pieces = text.split(self._marker)
         if len(pieces) != len(pictures) + 1:
+            what = "clips of sound" if self._format.hears else "pictures"
             raise RequestError(
-                f"the conversation has {len(pictures)} pictures, and its prompt places for "
-                f"{len(pieces) - 1}",
+                f"the conversation has {len(pictures)} {what}, and the chat template has written "
+                f"places for {len(pieces) - 1}",
                 param="messages",
             )
         found = [pieces[0]]

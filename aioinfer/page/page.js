@@ -149,7 +149,8 @@ async function main() {
     showPane("chat");
   };
   const history = new History(store, open);
-  const live = new Live(showState, async () => showTurns(await served()));
+  // where the list does not come, `live` finds out that the server is lost
+  const live = new Live(showState, () => served().then(showTurns, () => {}));
   $("clear").addEventListener("click", () => open(new Conversation()));
   $("model").addEventListener("change", () => keep("model", $("model").value));
   $("key-form").addEventListener("submit", (event) => {
