@@ -235,8 +235,11 @@ def _ready_text(url: str, frontend: Frontend) -> str:
         else f"--unix-socket {server.unix_socket} {scheme}://localhost"
     )
     key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
-    curl = f"curl -N {base}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-    has_page = frontend.generates and not server.unix_socket
+    options = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    if "text" not in frontend.input_modalities:
+        path, options = "/v1/audio/transcriptions", "-F file=@speech.wav"
+    curl = f"curl -N {base}{path}{key} {options}"
+    has_page = path.endswith("completions") and not server.unix_socket
     page = f"Chat in a browser: {url}/\n" if has_page else ""
     name = frontend.config.served_model_names[0]
     return f"\n{name} is ready at {url}\n{page}Try it:\n  {curl}\n"

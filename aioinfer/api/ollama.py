@@ -384,8 +384,11 @@ async def show(request: web.Request, body: ShowRequest) -> ShownModel:
     """Describes the model as far as clients look at it."""
     frontend = frontend_of(request)
     tokenizer, files = frontend.tokenizer, await _files(frontend)
-    reads_pictures = "image" in frontend.input_modalities
-    capabilities = ["completion", "tools", *(["vision"] if reads_pictures else [])]
+    reads = frontend.input_modalities
+    capabilities = [
+        *(["completion", "tools"] if "text" in reads else []),
+        *(["vision"] if "image" in reads else []),
+    ]
     return ShownModel(
         template=tokenizer.chat_template_text if tokenizer is not None else "",
         details=ModelDetails(format=files.format),

@@ -396,6 +396,7 @@ class Frontend:
         Raises `RequestError`.
         """
         self.require_tokenizer("messages")
+        self._require_texts("messages")
         reader = self._pictures
         if not has_pictures(messages):
             if reader is not None and reader.wants_parts:
@@ -422,6 +423,13 @@ class Frontend:
             name = self.config.served_model_names[0]
             raise RequestError(f"the model {name!r} does not transcribe", param="model")
         return self._transcriber
+
+    def _require_texts(self, param: str) -> None:
+        """Raises `RequestError` for a model that transcribes: its prompts are sound."""
+        if self._transcriber is not None:
+            raise RequestError(
+                "this model writes down what it hears: use /v1/audio/transcriptions", param=param
+            )
 
     @property
     def input_modalities(self) -> list[str]:
@@ -522,10 +530,7 @@ class Frontend:
         self, prompt: str | Sequence[int], format: SourceFormat, add_special_tokens: bool
     ) -> SourcePrompt:
         """Returns the prompt whose source is a text, or token ids. Raises `RequestError`."""
-        if format.kind != "text":
-            raise RequestError(
-                "this model writes down what it hears: use /v1/audio/transcriptions", param="prompt"
-            )
+        self._require_texts("prompt")
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens, max_tokens=format.max_values)
         return text_prompt(prompt, format, self.vocab_size)

@@ -17,6 +17,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from aioinfer.api.app import _ready_text
 from tests.functional.conftest import Served, serve
 from tests.source_models import (
     ID,
@@ -235,8 +236,15 @@ async def test_a_form_that_is_refused(name: str, hearing: Served) -> None:
 async def test_other_bodies_and_models_are_refused(hearing: Served, served: Served) -> None:
     reply = await hearing.post("/v1/audio/transcriptions", 415, model="hearing")
     assert "multipart/form-data" in reply["error"]["message"]
-    reply = await hearing.post("/v1/completions", 400, prompt="a")
-    assert "/v1/audio/transcriptions" in reply["error"]["message"]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        reply = await hearing.post(path, 400, **body)
+        assert "/v1/audio/transcriptions" in reply["error"]["message"]
+        assert reply["error"]["param"] == next(iter(body))
+    assert "/v1/audio/transcriptions -F file=@" in _ready_text(hearing.url, hearing.frontend)
+    assert (await hearing.post("/api/show", model="hearing"))["capabilities"] == []
     reply = await post(served, "/v1/audio/transcriptions", {}, FILE[1], 400)
     assert "does not transcribe" in reply["error"]["message"]
     async with hearing.http.get("/v1/models") as response:
