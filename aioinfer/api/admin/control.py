@@ -365,14 +365,19 @@ def _control(request: web.Request) -> ModelControl:
     several that sleeps: only requests that name it wake it up."""
     control, models = frontend_of(request).control, request.app[MODELS]
     if len(models) > 1 and control.sleep_level:
-        raise RequestError("the model sleeps: another one has its turn", status=409, param="model")
+        raise RequestError(
+            "the model sleeps: a prompt for it wakes it up", status=409,
+            param="model",
+        )  # fmt: skip
     return control
 
 
 def _refuse_turns(request: web.Request) -> None:
     """Raises `RequestError` (409) if several models sleep and wake up by turns."""
     if len(request.app[MODELS]) > 1:
-        raise RequestError("the models of this server sleep and wake up by turns", status=409)
+        raise RequestError(
+            "this server has several models, and has them sleep and wake up itself", status=409
+        )
 
 
 async def abort(request: web.Request, body: AbortRequest) -> AbortReply:
