@@ -366,14 +366,14 @@ def _control(request: web.Request) -> ModelControl:
     control, models = frontend_of(request).control, request.app[MODELS]
     if len(models) > 1 and control.sleep_level:
         raise RequestError(
-            "the model sleeps: a prompt for it wakes it up", status=409,
-            param="model",
-        )  # fmt: skip
+            "the model sleeps: a prompt for it wakes it up", status=409, param="model"
+        )
     return control
 
 
 def _refuse_turns(request: web.Request) -> None:
-    """Raises `RequestError` (409) if several models sleep and wake up by turns."""
+    """Raises `RequestError` (409) if there are several models, which the server has sleep and
+    wake up."""
     if len(request.app[MODELS]) > 1:
         raise RequestError(
             "this server has several models, and has them sleep and wake up itself", status=409
