@@ -79,10 +79,10 @@ CASES: dict[str, dict[str, Any]] = {
 #: Beams are of a beam search; functional/test_speculation.py has losses under speculation.
 #: functional/test_kv_store.py has losses under the store of KV. Pictures and soft prompts need
 #: models of their own; what their halves keep, the prefix cache and embeddings, is lost as here.
-#: So do sources and speech, whose worker halves keep nothing of a request.
+#: So do sources, speech and alignment, whose worker halves keep nothing of a request.
 NO_CASE = {
     "beams", "beam_search", "speculation", "kv_store", "pictures", "soft_prompts", "sources",
-    "speech",
+    "speech", "alignment",
 }  # fmt: skip
 #: The steps that were posted when the workers are lost: in the prompt, and in the output if any.
 LOSSES = (3, 12)

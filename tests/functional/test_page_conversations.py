@@ -39,8 +39,19 @@ async def press(page: Page, name: str, scope: str = "document", last: bool = Tru
     await page.run(f"{found}.click()")
 
 
+#: Waits until the transactions of the page's database that have begun have ended.
+KEPT = """new Promise(async (wake) => {
+    const [{ name }] = await indexedDB.databases();
+    indexedDB.open(name).onsuccess = ({ target: { result } }) => {
+        const last = result.transaction([...result.objectStoreNames], "readwrite");
+        last.oncomplete = () => (result.close(), wake(true));
+    };
+})"""
+
+
 async def reload(page: Page) -> None:
-    await asyncio.sleep(0.5)  # a transaction of the database that has not ended is lost
+    await asyncio.sleep(0.5)  # what is to be kept has begun to be
+    await page.run(KEPT)  # a transaction that has not ended is lost
     await page.send("Page.reload")
     await page.until("document.querySelector('#status')?.dataset.state === 'live'")
 
