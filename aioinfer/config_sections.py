@@ -482,10 +482,11 @@ class ServerConfig:
     )
     api_key_file: str | None = key(
         "TOML file with a table `[NAME]` for each key: `key` or `sha256` (`python -m "
-        "aioinfer.api.http.keys NAME` makes both) and, if need be, the names of `limits` (0 lifts "
-        "a limit), `weight` (its share while requests of several keys wait; 1), `min_priority` "
-        "(lowest `priority` of its requests, where lower goes first, and the one of those that "
-        "name none, if above 0) and `admin`. SIGHUP has it read again.",
+        "aioinfer.api.http.keys NAME` makes both) and, if need be, what `limits` may hold, such as "
+        "`requests_per_minute = 60` (0 lifts a limit), `weight` (its share while requests of "
+        "several keys wait; 1), `min_priority` (lowest `priority` of its requests, where lower "
+        "goes first, and the one of those that name none, if above 0) and `admin`. SIGHUP has it "
+        "read again.",
         None,
     )
     limits: dict[str, int] = key(

@@ -193,6 +193,9 @@ def _read(file: Path) -> Iterator[_Entry]:
             )
         if not isinstance(table, dict) or "name" in table:
             raise ValueError("it must hold tables such as [alice], without a name in them")
+        known = [field for field in _Entry.__struct_fields__ if field != "name"]
+        if unknown := sorted(table.keys() - set(known)):
+            raise ValueError(f"[{name}] has {unknown[0]!r}, and may have {', '.join(known)}")
         try:
             yield msgspec.convert(table | {"name": name}, _Entry)
         except msgspec.ValidationError as error:  # it names types and fields, and no value

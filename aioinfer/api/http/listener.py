@@ -218,7 +218,10 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         certificate, *key = config.tls_files
         context.load_cert_chain(certificate, key[0] if key else None, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"server.tls_files = {config.tls_files}: {error}") from error
+        raise ConfigError(
+            f"server.tls_files = {config.tls_files} must be a PEM file with the certificate and, in "
+            f"it or behind it, one with its private key, without a passphrase: {error}"
+        ) from error
     return context
 
 
