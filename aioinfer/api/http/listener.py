@@ -219,8 +219,8 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(certificate, key[0] if key else None, password=lambda: "")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"server.tls_files = {config.tls_files} must be a PEM file with the certificate and, in "
-            f"it or behind it, one with its private key, without a passphrase: {error}"
+            f"server.tls_files = {config.tls_files} must be a PEM file with the certificate and, "
+            f"in it or behind it, one with its private key, without a passphrase: {error}"
         ) from error
     return context
 
