@@ -416,6 +416,31 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         await llm.close()
 
 
+async def test_requests_that_wait_for_one_slot_run_with_others_of_their_adapter(
+    llama: Adapted,
+) -> None:
+    """Not one by one, in whatever order they came."""
+    names = ["small", "large"] * 3
+    llm = await launch(llama, **{"lora.max_adapters": 1})
+    ended: list[str] = []
+
+    async def one(name: str) -> None:
+        output = await generate(llm, llama, name)
+        assert output.completions[0].token_ids == llama.text(name)
+        ended.append(name)
+
+    try:
+        await llm.frontend.control.pause()
+        tasks = [asyncio.ensure_future(one(name)) for name in names]
+        scheduler = llm.frontend.engines[0].scheduler
+        await until(lambda: scheduler.num_waiting == len(names))
+        llm.frontend.control.resume()
+        await asyncio.gather(*tasks)
+        assert ended in (sorted(names), sorted(names, reverse=True))
+    finally:
+        await llm.close()
+
+
 async def test_requests_of_one_adapter_do_not_keep_another_out(llama: Adapted) -> None:
     """Of one slot, for which requests of one adapter come all the time."""
     llm = await launch(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 2})

@@ -6,8 +6,10 @@ a free slot, or that of an adapter that no running request has, the one that was
 recently. Memory of the host is bounded: an adapter that is not there any more is read again once
 there is a slot for it. Where nothing runs, plans without rows begin to read and ask for the end.
 
-If running requests have all slots, the adapter with the fewest of them gets no further ones until
-the request that waits has had its turn: its slot is for that request.
+If running requests have all slots, the adapter with the fewest of them gets no request that comes
+from then on until the request that waits has had its turn: its slot is for that request. Requests
+of that adapter that wait already go first, whatever their order in the queue, as many as run at a
+time: else two adapters with one slot would change places with each request.
 """
 
 from __future__ import annotations
@@ -38,11 +40,17 @@ _MAX_READING = 4
 
 @dataclass(slots=True)
 class AdapterUse(Use):
-    """The adapter of a request."""
+    """The adapter of a request.
+
+    Attributes:
+        adapter: the adapter.
+        order: how many requests had begun to wait when the request did.
+    """
 
     feature: ClassVar[str] = "adapters"
 
     adapter: Adapter
+    order: int = 0
 
     def covers(self, start: int, end: int, samples: bool) -> bool:
         """No row: workers find the adapter of a row by its slot."""
@@ -62,6 +70,24 @@ class _Slot:
     number: int = -1
     used: int = -1
     ready: int = 0
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request that waits for a slot though all are used.
+
+    Attributes:
+        request: the request.
+        place: the slot that becomes its own.
+        order: of the last request that waited when the turn was decided; later ones of the slot's
+            adapter wait until the turn is over.
+        num_before: how many earlier ones of the slot's adapter may still be admitted.
+    """
+
+    request: Request
+    place: int
+    order: int
+    num_before: int
 
 
 class Planning(StepFeature):
@@ -86,8 +112,8 @@ class Planning(StepFeature):
         self._reading: set[int] = set()
         self._read: set[int] = set()
         self._failed: set[int] = set()
-        #: the request that waits for a slot though all are used, and the slot
-        self._turn: tuple[Request, int] | None = None
+        self._num_expected = 0  # requests that have begun to wait
+        self._turn: _Turn | None = None
 
     @classmethod
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
@@ -96,6 +122,8 @@ class Planning(StepFeature):
 
     def expect(self, request: Request, use: Any) -> None:
         """See `StepFeature.expect`."""
+        self._num_expected += 1
+        use.order = self._num_expected
         if self._place_of(use.adapter.number) is None:
             self._want(use.adapter)
 
@@ -113,18 +141,20 @@ class Planning(StepFeature):
             return True
         place = self._place_of(number)
         if place is None:
-            place = self._find_place(request, adapter)
+            place = self._find_place(request, use)
             if place is None:
                 return True
         slot = self._slots[place]
         if slot.ready > self._plan and self._is_alone:
             self._wait_for(slot)
-        if slot.ready > self._plan or self._yields(request, place):
+        if slot.ready > self._plan or self._yields(request, use, place):
             return True
         slot.used = self._plan
         request.adapter = place
-        if self._turn is not None and self._turn[0] is request:
+        if self._turn is not None and self._turn.request is request:
             self._turn = None
+        elif self._turn is not None and self._turn.place == place:
+            self._turn.num_before -= 1
         return False
 
     @property
@@ -143,11 +173,12 @@ class Planning(StepFeature):
     def _place_of(self, number: int) -> int | None:
         return next((p for p, slot in enumerate(self._slots) if slot.number == number), None)
 
-    def _find_place(self, request: Request, adapter: Adapter) -> int | None:
-        """Returns the slot that an adapter takes, if there is one and it has been read; else has it
-        read."""
-        number, is_alone = adapter.number, self._is_alone
-        place = self._free_place(request)
+    def _find_place(self, request: Request, use: AdapterUse) -> int | None:
+        """Returns the slot that a request's adapter takes, if there is one and it has been read;
+        else has it read."""
+        adapter, is_alone = use.adapter, self._is_alone
+        number = adapter.number
+        place = self._free_place(request, use)
         if place is not None and number not in self._read:
             self._want(adapter)
             place = None
@@ -172,7 +203,7 @@ class Planning(StepFeature):
             self._reading.add(number)
             self._add(self._wanted.pop(number), READ, waits=False)
 
-    def _free_place(self, request: Request) -> int | None:
+    def _free_place(self, request: Request, use: AdapterUse) -> int | None:
         """Returns the slot whose adapter was used least recently, of those that no running request
         has and that are not for another one's turn; None if there is none: then the one with the
         fewest is to become free."""
@@ -180,24 +211,30 @@ class Planning(StepFeature):
         free = [
             place
             for place, slot in enumerate(self._slots)
-            if not running[place] and slot.ready <= self._plan and not self._yields(request, place)
+            if not running[place]
+            and slot.ready <= self._plan
+            and not self._yields(request, use, place)
         ]
         if free:
             return min(free, key=lambda place: self._slots[place].used)
-        if self._turn is None or self._turn[0].status is not RequestStatus.WAITING:
+        if self._turn is None or self._turn.request.status is not RequestStatus.WAITING:
             fewest = min(range(len(self._slots)), key=lambda place: running[place])
-            self._turn = request, fewest
+            num_before = self.host.config.scheduler.max_num_seqs - running[fewest]
+            self._turn = _Turn(request, fewest, self._num_expected, num_before)
         return None
 
-    def _yields(self, request: Request, place: int) -> bool:
-        """Whether a request of the adapter in a slot has to wait for another adapter's turn."""
-        if self._turn is None:
+    def _yields(self, request: Request, use: AdapterUse, place: int) -> bool:
+        """Whether a request that would have a slot has to wait for another adapter's turn."""
+        turn = self._turn
+        if turn is None:
             return False
-        waiting, needed = self._turn
-        if waiting.status is not RequestStatus.WAITING:
+        if turn.request.status is not RequestStatus.WAITING:
             self._turn = None
             return False
-        return needed == place and waiting is not request
+        if turn.place != place or turn.request is request:
+            return False
+        is_before = use.adapter.number == self._slots[place].number and use.order <= turn.order
+        return not is_before or turn.num_before <= 0
 
     def _add(self, adapter: Adapter, slot: int, *, waits: bool) -> None:
         self._changes.append((adapter.number, slot, waits))
