@@ -11,23 +11,26 @@ threads of their own, and `PictureReader.place` finds their places in the encode
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aioinfer.config import Config
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError, OverloadedError, RequestError
 from aioinfer.features.pictures.planning import MAX_PICTURE_BYTES
 from aioinfer.features.pictures.prompt import PromptPictures, place_pictures
 from aioinfer.media.picture import decode_picture
 from aioinfer.media.sound import decode_sound
 from aioinfer.media.source import MediaReader, MediaSource
 from aioinfer.models.source import SAMPLE_RATE
-from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
+from aioinfer.models.vision.format import U8, PictureError, PictureFormat, ProcessedPicture
 from aioinfer.text.tokenizer import Tokenizer
 
 #: Pictures that are decoded at a time: each takes some hundred megabytes at its worst.
 _THREADS = 2
+#: Bytes of pictures and clips that all requests may have together, as the towers take them.
+_MAX_HELD_BYTES = 4 * 2**30
 #: The types of parts, and what they are for chat templates.
 _KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "audio": "audio",
@@ -138,6 +141,7 @@ class PictureReader:
         self._text_of = tokenizer.special_text
         self._marker = self._text_of(format.marker_id)
         self._threads = ThreadPoolExecutor(_THREADS, "pictures")
+        self._held: list[weakref.ref[U8]] = []  # what requests have, while any refers to it
         #: whether the chat template reads contents that are lists alone
         self.wants_parts = _wants_parts(tokenizer)
 
@@ -146,7 +150,8 @@ class PictureReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedPicture]:
-        """Returns the pictures of a conversation, in their order. Raises `RequestError`."""
+        """Returns the pictures of a conversation, in their order. Raises `RequestError`, and
+        `OverloadedError` where other requests have too many."""
         sources = [_source_of(part, place) for place, part in _picture_parts(messages)]
         if len(sources) > self._config.max_pictures:
             raise FieldError(
@@ -159,10 +164,18 @@ class PictureReader:
                 raise not_read(source)
         found, format = [], self._format.among(len(sources))
         for source in sources:  # one after the other: a request does not fill memory by itself
+            self._check_memory()
             data = await self._reader.read(source)
             run = asyncio.get_running_loop().run_in_executor
             found.append(await run(self._threads, self._process, format, data, source.place))
+            self._held.append(weakref.ref(found[-1].pixels))
         return found
+
+    def _check_memory(self) -> None:
+        self._held = [held for held in self._held if held() is not None]
+        alive = (held() for held in self._held)
+        if sum(pixels.nbytes for pixels in alive if pixels is not None) >= _MAX_HELD_BYTES:
+            raise OverloadedError("other requests' pictures use all memory; try again later")
 
     def _process(self, format: PictureFormat, data: bytes, place: str) -> ProcessedPicture:
         picture: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from aioinfer.engine import pictures
 from tests.functional.conftest import Served, serve
 from tests.vision_models import (
     as_file,
@@ -260,3 +262,27 @@ async def test_the_loop_is_not_held_up(sighted: Served) -> None:
                 statuses.append(response.status)
     assert statuses == [200, 400, 400]
     assert pauses.most < 0.05
+
+
+async def test_pictures_of_all_requests_have_a_bound(
+    sighted: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a request alone does not meet."""
+    monkeypatch.setattr(pictures, "_MAX_HELD_BYTES", 1)
+    body = {"messages": conversation(PICTURE, TEXT), "temperature": 0, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    more = {"stream": True, "max_tokens": 100}
+    gc.collect()  # what tests before this one have used
+    async with sighted.http.post(path, json=body | more) as response:
+        assert response.status == 200
+        assert await response.content.readline()
+        refused = await sighted.post(path, 503, **body, max_tokens=1)
+        assert "use all memory" in refused["error"]["message"]
+        assert b"[DONE]" in await response.content.read()
+    async with asyncio.timeout(30):
+        status = 503
+        while status == 503:  # the request has ended when its handler has
+            gc.collect()
+            async with sighted.http.post(path, json=body | {"max_tokens": 1}) as response:
+                status = response.status
+    assert status == 200

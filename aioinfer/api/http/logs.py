@@ -143,6 +143,8 @@ class RequestLog:
                     _request_log.info(
                         FieldsMessage("request", self._fields(request, record, trace_id))
                     )
+            # aiohttp keeps the request until the next one of its connection
+            record.outputs = ()
 
     async def close(self, app: web.Application) -> None:
         """Logs the requests counted since the last line; a handler of `on_cleanup`."""

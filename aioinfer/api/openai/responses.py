@@ -337,7 +337,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         """Generates the response beyond its reply, and stores it. `queued` becomes the response
         when it is in the queue, or the error that kept it out."""
         request = self.request
-        request[RECORD] = RequestRecord(request[RECORD].arrived)  # the other ends with the reply
+        # the other record ends with the reply
+        record = request[RECORD] = RequestRecord(request[RECORD].arrived)
         try:
             with request[ACCOUNT].occupied():
                 async with (
@@ -355,6 +356,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
                 return
             self.ended = self.failed(error)
             self._note(self.failure(error))
+        finally:
+            record.outputs = ()
         if self.ended is None:
             self.ended = self.response("cancelled")
         self._note(b"")
