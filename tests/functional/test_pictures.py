@@ -269,10 +269,10 @@ async def test_pictures_of_all_requests_have_a_bound(
 ) -> None:
     """Which a request alone does not meet."""
     monkeypatch.setattr(pictures, "_MAX_HELD_BYTES", 1)
+    monkeypatch.setattr(sighted.frontend._pictures, "_held", [])  # of tests before this one
     body = {"messages": conversation(PICTURE, TEXT), "temperature": 0, "ignore_eos": True}
     path = "/v1/chat/completions"
     more = {"stream": True, "max_tokens": 100}
-    gc.collect()  # what tests before this one have used
     async with sighted.http.post(path, json=body | more) as response:
         assert response.status == 200
         assert await response.content.readline()
