@@ -95,6 +95,18 @@ async def test_streamed_calls_are_those_of_the_whole_reply(client: openai.AsyncO
     check_calls(final.message.tool_calls)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [('"a"', "stop"), ("</tool_call>", "tool_calls")])
+async def test_a_stop_string_cuts_a_call_off_or_follows_it(
+    served: Served, stop: str, reason: str
+) -> None:
+    ask: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "stop": stop}
+    (choice,) = (await served.post(CHAT, **ask))["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    *_, last = await served.stream(CHAT, **ask)
+    assert last["choices"][0]["finish_reason"] == reason
+
+
 async def test_a_model_that_repeats_a_call_ends(served: Served) -> None:
     """All calls of the only function are equal, and the model may not end by itself."""
     stop = {"type": "function", "function": {"name": "stop"}}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict, replace
@@ -203,16 +204,25 @@ class ChatDialect(ChunkDialect[ChatRequest]):
                 message.tool_calls = [
                     _call(call.id, call.name, call.arguments) for call in parsed.calls
                 ]
-                reason = _finish_reason(delta.finish_reason or "stop", len(parsed.calls))
-                fields["finish_reason"] = reason
+                fields["finish_reason"] = _finish_reason(
+                    delta.finish_reason or "stop", delta.stop_reason, parsed.calls[-1].arguments
+                )
         tokens = delta.logprobs or ()
         logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
         return ChatChoice(message=message, logprobs=logprobs if tokens else None, **fields)
 
 
-def _finish_reason(reason: str, num_calls: int) -> str:
-    """Returns OpenAI's reason for the end of a message."""
-    return "tool_calls" if num_calls and reason == "stop" else reason
+def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -> str:
+    """Returns OpenAI's reason for the end of a message whose last call has these arguments: a stop
+    string of the request may have cut them off."""
+    if reason != "stop":
+        return reason
+    if isinstance(stop_reason, str):
+        try:
+            msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            return reason
+    return "tool_calls"
 
 
 class ChatWriter(ChunkWriter):
@@ -229,6 +239,8 @@ class ChatWriter(ChunkWriter):
         self.record = Delta(index) if dialect.body.store else None
         self._frontend, self._parses = dialect.frontend, dialect.turn.parses
         self._parser = make_parser(dialect.frontend, dialect.turn)
+        #: The arguments of the last call, in pieces.
+        self._arguments = list[str]()
 
     @property
     def can_be_plain(self) -> bool:
@@ -259,7 +271,8 @@ class ChatWriter(ChunkWriter):
             return
         if last := self._parser.flush():
             yield replace(self.empty, delta=self._delta(last))
-        reason = _finish_reason(reason, self._parser.num_calls)
+        if self._parser.num_calls:
+            reason = _finish_reason(reason, delta.stop_reason, "".join(self._arguments))
         yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
 
     def shown(self, text: str) -> ChunkChoice:
@@ -276,6 +289,10 @@ class ChatWriter(ChunkWriter):
             found.reasoning_content = found.reasoning = delta.reasoning
         if delta.content:
             found.content = delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                self._arguments.clear()
+            self._arguments.append(call.arguments)
         if delta.calls:
             found.tool_calls = [
                 ChatCall(index=call.index, function=CalledFunction(arguments=call.arguments))
