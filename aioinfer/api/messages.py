@@ -117,11 +117,12 @@ class Message(Struct, kw_only=True):
             if part.picture(place) is not None and not is_answer:
                 continue
             if part.shown is None or (part.type == "refusal" and not is_answer):
-                raise FieldError(
-                    place,
-                    "must be of type 'text' and hold a text, or 'image_url' or 'input_audio' and "
-                    "hold one",
+                others = (
+                    "'refusal' and hold one: an assistant's message has no pictures and no sound"
+                    if is_answer
+                    else "'image_url' or 'input_audio' and hold one"
                 )
+                raise FieldError(place, f"must be of type 'text' and hold a text, or {others}")
 
     @property
     def is_short(self) -> bool:

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "no url": (CHAT, chat_of({"type": "image_url"}), AT, "must be of type"),
     "a picture of the assistant": (
-        CHAT, chat_of(image_url(URL), role="assistant"), AT, "must be of type"
+        CHAT, chat_of(image_url(URL), role="assistant"), AT, "assistant's message has no pictures"
     ),
     "a file": (
         CHAT, chat_of(image_url("file:///etc/passwd")), f"{AT}.image_url", "allowed_sources"
