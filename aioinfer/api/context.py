@@ -262,6 +262,8 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         web.HTTPRequestEntityTooLarge, OverloadedError: see `HeldBody.receive`.
     """
     await request.app[RATE_LIMITER].enter()
+    if kind.may_be_absent and not request.body_exists:
+        return kind()
     models = request.app[MODELS]
     _check_content_type(request)
     if request.headers.get("Content-Encoding", "identity") != "identity":

@@ -66,6 +66,8 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
 
     #: The field that holds token ids, of which there may be more than of other values.
     token_field: ClassVar[str] = ""
+    #: Whether a request without a body is one with all defaults.
+    may_be_absent: ClassVar[bool] = False
 
     model: str | None = None
 

@@ -112,7 +112,7 @@ class Members:
             except aiohttp.ClientResponseError as error:
                 self._warn(address.name, f"replica {address.name} answers {error.status}")
             except aiohttp.ClientError as error:
-                reason = no_answer(address.reports_url, error)
+                reason = no_answer(address.reports_url or address.url, error)
                 self._warn(address.name, f"replica {address.name} reports no more: {reason}")
             except ValueError as error:
                 self._warn(address.name, f"replica {address.name} reports no more: {error!r}")

@@ -154,7 +154,7 @@ async def test_a_trainer_brings_tensors(trained: Served, other: Path) -> None:
     error = await call(trained, "/update_weights", 400, update_info=info)
     assert "no group was joined" in error["error"]["message"]
     await call(trained, "/resume", 409)
-    await call(trained, "/finish_weight_update", weight_version="none")
+    await call(trained, "/finish_weight_update")  # without a body
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

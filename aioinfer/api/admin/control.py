@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -120,6 +120,8 @@ class UpdateWeights(Body, kw_only=True):
 
 class FinishUpdate(Body, kw_only=True):
     """`POST /finish_weight_update`. `weight_version` as in `/update_weights_from_disk`."""
+
+    may_be_absent: ClassVar[bool] = True
 
     weight_version: Annotated[str, Meta(max_length=256)] | None = None
 
