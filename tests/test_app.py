@@ -89,6 +89,7 @@ class Loading:
             control=ModelControl([]),
             is_healthy=lambda: not self.dead.is_set(), is_ready=lambda: not self.dead.is_set(),
             max_model_len=8, wait_dead=self.dead.wait, close=self.close, generates=True,
+            input_modalities=["text"],
         )  # fmt: skip
 
     async def close(self) -> None:

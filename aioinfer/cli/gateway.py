@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     config = load(options, {key: value for key, value in given.items() if value is not None})
     if config.cache.peer_key_file is None:
         raise ConfigError("a gateway needs the key of its servers: cache.peer_key_file")
-    announce(f"starts a gateway to {len(options.server) + len(options.prefill)} servers")
+    announce(f"starts a gateway to {', '.join(options.server + options.prefill)}")
     asyncio.run(_serve(config, options.server, options.prefill))
     return 0
 
@@ -67,7 +67,7 @@ async def _serve(config: Config, servers: Sequence[str], prefill: Sequence[str])
         discover_prefill=discover_prefill if prefill else None,
     )
     url = await gateway.start()
-    sys.stdout.write(f"A gateway to {len(servers) + len(prefill)} servers is ready at {url}\n")
+    sys.stdout.write(f"The gateway is ready at {url}\n")
     sys.stdout.flush()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -539,7 +539,8 @@ class ModelControl:
             HeldEngine(engine).call_workers(name, timeout_s, arguments) for engine in self._living
         ]
         if not calls:
-            raise EngineDeadError("no engine serves")
+            dead = (engine.dead_reason for engine in self._engines)
+            raise EngineDeadError(next(filter(None, dead), "the workers are being restarted"))
         results: list[Any] = []
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):

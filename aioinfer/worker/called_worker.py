@@ -199,8 +199,10 @@ class CalledWorker:
         """Calls a method of `parallel.worker_extension`. Returns its result, as text unless JSON
         has its like. Raises `WorkerCallError`, also if the method raises."""
         if method not in self._extended:
-            known = ", ".join(sorted(self._extended)) or "none: parallel.worker_extension has them"
-            raise WorkerCallError(f"workers have no method {method!r}, but {known}")
+            known = ", ".join(sorted(self._extended)) or "none"
+            raise WorkerCallError(
+                f"parallel.worker_extension has no method {method!r}; it has: {known}"
+            )
         return self._call_safely(method, getattr(self, method), args, kwargs)
 
     def call_function(

@@ -228,7 +228,7 @@ async def test_the_command(folder: Path) -> None:
         assert process.stdout is not None
         try:
             ready = (await process.stdout.readline()).decode()
-            assert ready.startswith("A gateway to 2 servers is ready at http://127.0.0.1:")
+            assert ready.startswith("The gateway is ready at http://127.0.0.1:")
             expected = await found.generate(PROMPTS[0])
             async with aiohttp.ClientSession(ready.split()[-1]) as http:
                 url = found.decode.address.url
