@@ -32,8 +32,10 @@ from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.kv_connector import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.peer_connector import PeerLimits
+from aioinfer.scheduler.prefix_loads import PrefixLoads
 from aioinfer.scheduler.request import Finish, Flow, ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
+from aioinfer.scheduler.step_planner import StepPlanner, _Begun
 from aioinfer.scheduler.steps import StepOutput
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output
 
@@ -925,14 +927,24 @@ def _append_some(harness: Harness, draw) -> None:
 
 def _step_and_check_order(harness: Harness) -> None:
     """Steps once; a request that was admitted must go before all that still wait, but the ones that
-    wait for another one's prompt or state."""
-    before = set(harness.scheduler.running)
-    harness.step()
+    wait for another one's prompt, state or blocks."""
+    before, await_blocks = set(harness.scheduler.running), set()
+    begin_load = StepPlanner._begin_load
+
+    def record(planner: StepPlanner, request: Request, loads: PrefixLoads) -> _Begun | None:
+        begun = begin_load(planner, request, loads)
+        if begun is _Begun.ELSEWHERE:
+            await_blocks.add(request)
+        return begun
+
+    with mock.patch.object(StepPlanner, "_begin_load", record):
+        harness.step()
     admitted = [r for r in harness.scheduler.running if r not in before]
     waiting = [
         r
         for r in harness.scheduler.requests()
-        if r.status is RequestStatus.WAITING and not (r.group or r.num_preemptions or r.num_awaited)
+        if r.status is RequestStatus.WAITING
+        and not (r.group or r.num_preemptions or r.num_awaited or r in await_blocks)
     ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"
