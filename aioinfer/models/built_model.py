@@ -73,7 +73,7 @@ class BuiltModel(BoundLayers):
             shards = [each for layer in made.layers for each in layer.weight_shards()]
             load_weights(
                 shards, folder, load_format, seed + number,
-                lambda part, _, before=done: on_progress(before + part, total),  # type: ignore[misc]
+                lambda part, _, at=done: on_progress(at + part, total),  # type: ignore[misc]
                 lambda name: name in names or self.is_unused(name), zero,
             )  # fmt: skip
             done += sum(shard.destination.nbytes for _, shard in shards)
