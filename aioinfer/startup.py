@@ -1,7 +1,10 @@
-"""Start-up display: a progress bar for each phase of the engine's start, and at the end a table."""
+"""Start-up display: a progress bar for each phase of the engine's start, and at the end a table;
+`settle_process` prepares the interpreter for what follows."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -16,6 +19,10 @@ from rich.progress import (
 from rich.table import Table
 
 from aioinfer.executor.base import WorkerReport
+
+#: The event loop may have to wait so long for a thread that prepares a prompt to let go of the
+#: interpreter; Python's own 5 ms are a step.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 class StartupDisplay:
@@ -124,3 +131,11 @@ def _layers_text(layers: Sequence[int]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def settle_process() -> None:
+    """Prepares the interpreter for serving, once everything is loaded."""
+    gc.collect()
+    # what lives now lives as long as the process: the collector need not look at it again
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from yarl import URL
 
-from aioinfer.api.app import settle_process
 from aioinfer.api.server import HttpServer
+from aioinfer.startup import settle_process
 from bench_loop import TEXT, make_frontend
 from benchlib.processes import status_sum
 

@@ -82,11 +82,11 @@ def test_an_import_that_climbs_is_found(tmp_path: Path) -> None:
         "if TYPE_CHECKING:\n"
         "    from aioinfer.engine.engine import Engine\n"
         "def late():\n"
-        "    import aioinfer.api.app\n"
+        "    import aioinfer.api.server\n"
     )
     assert climbs("ipc.ring", file) == [
         "line 4: aioinfer.engine.engine.Engine",
-        "line 6: aioinfer.api.app",
+        "line 6: aioinfer.api.server",
     ]
 
 

@@ -1,5 +1,5 @@
-"""The HTTP server: the application, and the listening socket in front of it. `app` starts and stops
-it.
+"""The HTTP server: the application, and the listening socket in front of it. `cli.server_process`
+starts and stops it.
 
 `create_app`, public as `aioinfer.create_app`, makes the whole server an application of aiohttp for
 use inside another one. The settings of the socket stay with the outer application's server: TLS,

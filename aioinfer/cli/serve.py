@@ -42,7 +42,7 @@ def start(configs: Sequence[Config]) -> int:
     import takes seconds: files of the models, API keys, TLS files, the address.
 
     `configs` has the configuration of each model. Returns the exit status. Raises what
-    `aioinfer.api.app.run` does.
+    `aioinfer.cli.server_process.run` does.
     """
     for each in configs:
         check_files(each.model)
@@ -61,7 +61,7 @@ def start(configs: Sequence[Config]) -> int:
             names = ", ".join(each.served_model_names[0] for each in configs)
             announce(f"starts {names} at {address}")
 
-    from aioinfer.api.app import run as serve  # imports PyTorch
+    from aioinfer.cli.server_process import run as serve  # imports PyTorch
 
     return serve(configs)
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from aioinfer.api.app import settle_process
 from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.server import HttpServer
 from aioinfer.cluster.reports import ReplicaLoad
@@ -19,6 +18,7 @@ from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import EngineDeadError
 from aioinfer.gateway.reporter import Reporter, ReportServer
+from aioinfer.startup import settle_process
 
 #: From the report that a replica leaves until it refuses requests: they may be on their way.
 _LEAVING_S = 0.5

@@ -17,7 +17,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from aioinfer.api.app import _ready_text
+from aioinfer.cli.server_process import _ready_text
 from tests.functional.conftest import Served, serve
 from tests.source_models import (
     ID,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from aioinfer.api.app import _ready_text
+from aioinfer.cli.server_process import _ready_text
 from aioinfer.startup import describe_workers
 from tests.encoder_models import random_texts, tiny_encoder
 from tests.functional.conftest import Served, serve

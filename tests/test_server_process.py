@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from aioinfer.api import app
 from aioinfer.api.server import create_app
+from aioinfer.cli import server_process
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_control import ModelControl
@@ -44,7 +44,7 @@ async def test_a_signal_while_loading_ends_the_server(
 
     monkeypatch.setattr(Frontend, "launch", launch)
     before = signal.getsignal(signal.SIGTERM)
-    assert await asyncio.wait_for(app.serve([CONFIG]), 5) == 0
+    assert await asyncio.wait_for(server_process.serve([CONFIG]), 5) == 0
     assert ended.is_set()
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -61,7 +61,7 @@ async def test_a_failure_to_load_is_raised_and_signals_are_by_default_again(
     monkeypatch.setattr(Frontend, "launch", launch)
     default = [signal.SIG_DFL, signal.default_int_handler]
     with pytest.raises(ConfigError, match="no such model"):
-        await app.serve([CONFIG])
+        await server_process.serve([CONFIG])
     assert not set(while_loading) & set(default)
     assert list(map(signal.getsignal, numbers)) == default
 
@@ -104,9 +104,11 @@ async def serving(
     result is the exit status."""
     loading = Loading(**settings)
     monkeypatch.setattr(Frontend, "launch", loading.launch)
-    monkeypatch.setattr(app, "settle_process", lambda: None)
-    monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
-    task = asyncio.ensure_future(app.serve([loading.config], lambda _: loading.announced.set()))
+    monkeypatch.setattr(server_process, "settle_process", lambda: None)
+    monkeypatch.setattr(server_process.StartupDisplay, "show", lambda *_: None)
+    task = asyncio.ensure_future(
+        server_process.serve([loading.config], lambda _: loading.announced.set())
+    )
     connector = aiohttp.TCPConnector(limit=1)
     async with aiohttp.ClientSession(
         f"http://127.0.0.1:{loading.port}", connector=connector
@@ -162,7 +164,7 @@ async def test_a_taken_port_is_found_before_the_model_is_loaded(
     async with serving(monkeypatch) as (loading, _, _):
         monkeypatch.setattr(Frontend, "launch", None)
         with pytest.raises(ConfigError, match=f"server.port = {loading.port}"):
-            await app.serve([loading.config])
+            await server_process.serve([loading.config])
 
 
 async def test_after_a_signal_requests_are_answered_for_a_time(
@@ -219,10 +221,10 @@ async def test_a_signal_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"server.port": 0, "server.admin_key": "admin"}
     frontend = await make_frontend(1, 0.005, settings)
     monkeypatch.setattr(Frontend, "launch", AsyncMock(return_value=frontend))
-    monkeypatch.setattr(app, "settle_process", lambda: None)
-    monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
+    monkeypatch.setattr(server_process, "settle_process", lambda: None)
+    monkeypatch.setattr(server_process.StartupDisplay, "show", lambda *_: None)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(app.serve([frontend.config], ready.set_result))
+    task = asyncio.ensure_future(server_process.serve([frontend.config], ready.set_result))
     text = await asyncio.wait_for(ready, 10)
     (url,) = re.findall(r"ready at (\S+)", text)
     assert f"\nChat in a browser: {url}/\n" in text
@@ -271,7 +273,7 @@ async def test_the_end_of_an_outer_application_ends_a_pause(
 
 
 async def test_death_during_the_delay_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_DEATH_NOTICE_S", 0.0)
+    monkeypatch.setattr(server_process, "_DEATH_NOTICE_S", 0.0)
     async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, _, task):
         loading.may_end.set()
         await asyncio.wait_for(loading.announced.wait(), 10)
@@ -286,7 +288,7 @@ async def test_a_hangup_reads_the_keys_again_and_ends_nothing() -> None:
     async def reload() -> None:
         reloaded.set()
 
-    stop = app._StopSignals()
+    stop = server_process._StopSignals()
     try:
         stop.on_hangup(reload)
         for _ in range(2):

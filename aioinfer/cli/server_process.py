@@ -1,12 +1,12 @@
 """The life cycle of a server process, from the configuration to the exit status.
 
-`python -m aioinfer` calls `run`.
+`serve.start` calls `run`: signals, the ready line and the exit status are of the process; what it
+serves is `aioinfer.api`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import re
@@ -27,15 +27,17 @@ from aioinfer.engine.served_model import find_model
 from aioinfer.executor.base import WorkerReport
 from aioinfer.executor.torchrun import follow
 from aioinfer.process_log import FieldsMessage, LogWriter, LoopErrors
-from aioinfer.startup import StartupDisplay, describe_workers, longest_phases
+from aioinfer.startup import (
+    StartupDisplay,
+    describe_workers,
+    longest_phases,
+    settle_process,
+)
 
 _log = logging.getLogger(__name__)
 
 #: When the engine has died, `/health` reports the reason for this long before the socket closes.
 _DEATH_NOTICE_S = 1.0
-#: The event loop may have to wait so long for a thread that prepares a prompt to let go of the
-#: interpreter; Python's own 5 ms are a step.
-_SWITCH_INTERVAL_S = 0.0005
 #: Threads for what blocks for a moment, such as decoding a large body. (asyncio's own default is 32
 #: on a large machine; they come with the load and stay.)
 _MAX_THREADS = 8
@@ -142,14 +144,6 @@ def _started_message(reports: Sequence[WorkerReport], name: str) -> FieldsMessag
 
 def _field_name(text: str) -> str:
     return re.sub(r"\W+", "_", text.lower())
-
-
-def settle_process() -> None:
-    """Prepares the interpreter for serving, once everything is loaded."""
-    gc.collect()
-    # what lives now lives as long as the process: the collector need not look at it again
-    gc.freeze()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 async def _run(server: HttpServer, models: ModelGroup, stop: _StopSignals) -> int:
