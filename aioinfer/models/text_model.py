@@ -62,9 +62,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 #: Text models whose heads are always as wide as the hidden size over their number.
 _DIVIDED_HEADS = ("glm4v", "glm4v_text")
 #: Prefixes of tensors that stand for others: of wrappers' text models, in older and newer
-#: checkpoints, of GPT-2 and OPT saved without their head, and of Nemotron-H.
+#: checkpoints, of Voxtral and Qwen2-Audio as transformers 5.17 saves them, of GPT-2 and OPT saved
+#: without their head, and of Nemotron-H.
 _PREFIXES = (
-    ("model.text_model.", "model."), ("language_model.", ""), ("model.language_model.", "model."),
+    ("model.text_model.", "model."), ("language_model.model.model.", "model."),
+    ("language_model.", ""), ("model.language_model.", "model."),
     ("h.", "transformer.h."),
     ("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("ln_f.", "transformer.ln_f."),
     ("decoder.", "model.decoder."), ("backbone.", "model."),
