@@ -34,6 +34,7 @@ from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pooled_prompts import cross_prompt, cut_text
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import EngineDeadError, GenerationError, RequestError
+from aioinfer.features.adapters.serving import Serving as Adapters
 from aioinfer.ipc.sections import F32
 from aioinfer.llm import CompletionOutput, Output
 from aioinfer.sampling_params import SamplingParams
@@ -474,17 +475,17 @@ class AsyncLLM:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See `LLM.load_adapter`."""
-        await self.frontend.adapters.add(name, path)
+        await self.frontend.variants.of(Adapters).add(name, path)
 
     async def add_adapter(
         self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         """See `LLM.add_adapter`."""
-        await self.frontend.adapters.add_tensors(name, tensors, config)
+        await self.frontend.variants.of(Adapters).add_tensors(name, tensors, config)
 
     def unload_adapter(self, name: str) -> None:
         """See `LLM.unload_adapter`."""
-        self.frontend.adapters.remove(name)
+        self.frontend.variants.of(Adapters).remove(name)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, after a change in the meaning of prompts, say."""

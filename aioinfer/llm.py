@@ -31,6 +31,7 @@ from aioinfer.engine.output import RequestOutput
 from aioinfer.engine.pooled_prompts import cross_prompt, cut_text
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import GenerationError
+from aioinfer.features.adapters.serving import Serving as Adapters
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.features.prompt_logprobs.planning import PromptScores
 from aioinfer.ipc.sections import F32
@@ -213,7 +214,7 @@ class LLM(BackgroundModel):
         Args:
             path: a folder as peft saves it, a hub id or `package:NAME/FOLDER`.
         """
-        self.run(self.frontend.adapters.add(name, path))
+        self.run(self.frontend.variants.of(Adapters).add(name, path))
 
     def add_adapter(self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Adds an adapter that is in memory, as `load_adapter` does: of a trainer, say. Requests
@@ -223,13 +224,13 @@ class LLM(BackgroundModel):
             tensors: by the names of peft's state dict.
             config: the content of `adapter_config.json`, as peft's `LoraConfig.to_dict` has it.
         """
-        self.run(self.frontend.adapters.add_tensors(name, tensors, config))
+        self.run(self.frontend.variants.of(Adapters).add_tensors(name, tensors, config))
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. Raises `RequestError` if there is none of this name."""
 
         async def remove() -> None:
-            self.frontend.adapters.remove(name)
+            self.frontend.variants.of(Adapters).remove(name)
 
         self.run(remove())
 
@@ -347,7 +348,7 @@ class LLM(BackgroundModel):
                     arrived = time.perf_counter()
                     constraints = [await self.frontend.compile(each) for _, each, _ in some]
                     prepared = await asyncio.gather(
-                        *(self.frontend.prepare(prompt, adapter=p.adapter) for prompt, p, _ in some)
+                        *(self.frontend.prepare(prompt, params=each) for prompt, each, _ in some)
                     )
                     for prompt, constraint, (_, sampling, priority) in zip(
                         prepared, constraints, some, strict=True

@@ -24,6 +24,7 @@ from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.checkpoint import digest_adapter
 from aioinfer.features.adapters.planning import Planning
 from aioinfer.features.adapters.sections import DROP, READ, AdapterFiles
+from aioinfer.features.adapters.serving import Serving
 from aioinfer.features.adapters.worker import HostAdapters, Work
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.shards import Shard, Source
@@ -107,7 +108,7 @@ def test_requests_of_several_adapters_share_steps(adapted: Adapted) -> None:
     texts = [adapted.text(name) for name in ADAPTERS]
     assert len({*map(tuple, texts), tuple(adapted.text(None))}) == len(ADAPTERS) + 1
     with adapted.llm() as llm:
-        assert [adapter.name for adapter in llm.frontend.adapters] == [*ADAPTERS]
+        assert [each.name for each in llm.frontend.variants] == [*ADAPTERS]
         adapted.check(llm, NAMES)
         adapted.check(llm, [*reversed(NAMES)])  # from the prefix cache
         adapted.check(llm, [None, None])
@@ -319,7 +320,7 @@ def test_adapters_of_a_trainer_replace_each_other(llama: Adapted, tmp_path: Path
         for tensors, config, text in given:
             config["target_modules"] = set(config["target_modules"])  # as in memory
             llm.add_adapter("policy", tensors, config)
-            folders.append(Path(llm.frontend.adapters.get("policy").folder))
+            folders.append(Path(llm.frontend.variants.of(Serving).get("policy").root))
             assert llm.generate([prompt], params)[0].completions[0].token_ids == text
         gc.collect()
         assert [folder.exists() for folder in folders[:2]] == [False, False]  # not the last two
@@ -401,7 +402,7 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
     llm = await launch(llama, **{"scheduler.max_num_seqs": 1})
     try:
         planning, _ = halves(llm)
-        number = llm.frontend.adapters.get("small").number
+        number = llm.frontend.variants.of(Serving).get("small").number
         first = asyncio.create_task(generate(llm, llama, None, 400))
         (engine,) = llm.frontend.engines
         await until(lambda: engine.scheduler.num_running)
@@ -498,7 +499,7 @@ def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
             for name in names:
                 llm.unload_adapter(name)
         llama.check(llm, [None])
-        assert not [*llm.frontend.adapters]
+        assert not [*llm.frontend.variants]
         check_nothing_is_left(llm)
 
 
@@ -540,7 +541,7 @@ def test_a_thousand_adapters_on_disk(
                 assert output.completions[0].token_ids == llama.text(kind)[:4]
             for number in some:
                 llm.unload_adapter(f"n{number}")
-        assert len([*llm.frontend.adapters]) == 1000
+        assert len([*llm.frontend.variants]) == 1000
         for name in paths:
             llm.unload_adapter(name)
         llama_outputs = llm.generate([prompt], params(None))
@@ -673,13 +674,13 @@ def test_an_adapter_that_is_not_finite_fails_its_requests_alone(
 
 def test_of_two_that_are_loaded_under_one_name_one_is_refused(llama: Adapted) -> None:
     async def load(llm: LLM) -> list[Any]:
-        adapters, paths = llm.frontend.adapters, map(str, llama.adapters.values())
+        adapters, paths = llm.frontend.variants.of(Serving), map(str, llama.adapters.values())
         both = [adapters.add("new", path, replaces=False) for path in islice(paths, 2)]
         return await asyncio.gather(*both, return_exceptions=True)
 
     with llama.llm() as llm:
         first, second = llm.run(load(llm))
-        assert llm.frontend.adapters.get("new") is first
+        assert llm.frontend.variants.of(Serving).get("new") is first
         assert isinstance(second, RequestError)
 
 

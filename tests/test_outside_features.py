@@ -286,7 +286,7 @@ def test_a_name_that_no_package_offers(folder: Path) -> None:
     ("files", "message"),
     [
         ({}, "broken cannot be imported: No module named 'broken'"),
-        ({"__init__.py": ""}, "broken has neither of planning, worker$"),
+        ({"__init__.py": ""}, "broken has none of planning, worker, serving$"),
         ({"__init__.py": "", "planning.py": "import absent"}, "No module named 'absent'$"),
     ],
     ids=["missing", "empty", "lacks a package"],

@@ -77,7 +77,10 @@ async def _offer(request: web.Request, generation: Generation) -> web.Response:
     gateway; without a body where there are none, or several prompts."""
     if len(generation.prompts) != 1:
         return web.Response(status=204)
-    params = SamplingParams(max_tokens=1, temperature=0.0, adapter=generation.params.adapter)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    variant = frontend_of(request).variants.of_request(generation.params)
+    if variant is not None:
+        params = variant.asked_by(params)
     alone = replace(generation, params=params, streams=False, second_texts=())
     async with submitted(request, alone) as outputs:
         await collect(outputs)

@@ -112,7 +112,7 @@ class Dialect(Generic[P]):
         id_prefix: of its replies' ids.
         content_type: of a stream.
         request, body, frontend: what is answered, and the model that answers.
-        adapter: the adapter that the body names as its model, or None.
+        variant: of the model, if the body names one.
         model_name: the name of the model in replies.
         id: of the reply, with which the ids of the engine's requests begin.
     """
@@ -127,8 +127,9 @@ class Dialect(Generic[P]):
     def __init__(self, request: web.Request, body: P):
         self.request, self.body = request, body
         self.frontend = frontend_of(request)
-        self.adapter = body.model if body.model in self.frontend.adapters else None
-        self.model_name = self.adapter or self.frontend.config.served_model_names[0]
+        self.variant = variant = self.frontend.variants.find(body.model)
+        names = self.frontend.config.served_model_names
+        self.model_name = names[0] if variant is None else variant.name
         self.id = self.id_prefix + request_id(request)
 
     @property
@@ -146,8 +147,8 @@ class Dialect(Generic[P]):
 
     def generation(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
         """Returns the generation of prompts (token ids) for the body."""
-        if self.adapter is not None:
-            params = replace(params, adapter=self.adapter)
+        if self.variant is not None:
+            params = self.variant.asked_by(params)
         return Generation(self.id, prompts, params, priority=self.body.priority)
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:

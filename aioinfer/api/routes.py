@@ -10,16 +10,25 @@ from collections.abc import Awaitable, Callable
 from functools import partial, wraps
 from typing import Any, get_type_hints
 
+import msgspec
 from aiohttp import web
 
 from aioinfer.api import anthropic, llama_cpp, ollama
 from aioinfer.api.admin import control, info, metrics, openapi, page
+from aioinfer.api.admin.info import Status
 from aioinfer.api.admin.openapi import Route
 from aioinfer.api.batch import batches, objects
 from aioinfer.api.batch.objects import BATCHES, CHATS, CONVERSATIONS, FILES
 from aioinfer.api.batch.store import BatchObject, FileObject, PageQuery
-from aioinfer.api.context import ModelQuery, defer_continue, read_body, read_query
-from aioinfer.api.decoding import prepare
+from aioinfer.api.context import (
+    MODELS,
+    ModelQuery,
+    defer_continue,
+    frontend_of,
+    read_body,
+    read_query,
+)
+from aioinfer.api.decoding import Body, prepare
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
@@ -29,6 +38,9 @@ from aioinfer.api.openai.audio import Transcription, TranscriptionForm, Translat
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
+from aioinfer.errors import RequestError
+from aioinfer.features import load_halves
+from aioinfer.features.serving import Endpoint
 
 
 def _endpoint(
@@ -72,6 +84,27 @@ def _dialect(path: str, kind: type[Dialect[Any]]) -> Route:
     handle.__doc__ = kind.__doc__
     stream = kind.content_type.partition(";")[0] if kind.generates else None
     return Route("POST", path, handle, kind.body_type, kind.reply_type, stream=stream)
+
+
+def _of_feature(endpoint: Endpoint) -> Route:
+    """Returns the endpoint of a feature, about a variant of the model."""
+    fields = [(f.name, f.type, f.default) for f in msgspec.structs.fields(endpoint.body)]
+    doc = {"__doc__": endpoint.body.__doc__}
+    kind: Any = msgspec.defstruct(
+        endpoint.body.__name__, fields, bases=(Body,), namespace=doc, kw_only=True
+    )
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body, models = await read_body(request, kind), request.app[MODELS]
+        frontend = frontend_of(request)
+        found = models.find(getattr(body, endpoint.variant))
+        if endpoint.makes and found not in (None, frontend):
+            raise RequestError("another model has this name", param=endpoint.variant)
+        serving = (found or frontend).variants.named(endpoint.feature)
+        return json_response(Status(status=await endpoint.answer(serving, body)))
+
+    handle.__doc__ = endpoint.answer.__doc__
+    return Route("POST", endpoint.path, handle, kind, Status, example=endpoint.example)
 
 
 _SSE = "text/event-stream"
@@ -161,8 +194,7 @@ ROUTES: tuple[Route, ...] = (
     _get("/tokenizer_info", info.tokenizer_info, query=ModelQuery),
     _get("/metrics", metrics.show_metrics, content_type="text/plain"),
     _post("/abort", control.abort),
-    _post("/v1/load_lora_adapter", control.load_adapter),
-    _post("/v1/unload_lora_adapter", control.unload_adapter),
+    *(_of_feature(each) for half in load_halves("endpoints") for each in half.ENDPOINTS),
     _post("/pause", control.pause),
     _post("/resume", control.resume, query=ModelQuery),
     _get("/is_paused", control.show_paused, query=ModelQuery),

@@ -29,6 +29,7 @@ from aioinfer.engine.sources import PromptSource, SourcePrompt
 from aioinfer.errors import RequestError
 from aioinfer.features.pictures.prompt import PromptPictures
 from aioinfer.scheduler.block_pool import extend_hashes, root_hash
+from aioinfer.scheduler.features import Variant
 from aioinfer.text.plain_content import ChatText
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -72,10 +73,10 @@ class PreparedPrompt:
 
     Attributes:
         token_ids: of the prompt.
-        tokens: the same, as int32, behind the virtual tokens of a soft prompt.
+        tokens: the same, as int32, behind the virtual tokens of `variant`.
         hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
         root: the parent of the first one.
-        adapter: what the feature of adapters knows of its adapter; None for none.
+        variant: of the model that its request asks for; None for the model itself.
         pictures: in the prompt; None for none.
         source: what the encoder reads, of a model that has one before its decoder, whose tokens
             `tokens` are; None for none.
@@ -85,7 +86,7 @@ class PreparedPrompt:
     tokens: array[int]
     hashes: list[bytes]
     root: bytes
-    adapter: Any = None
+    variant: Variant | None = None
     pictures: PromptPictures | None = None
     source: PromptSource | None = None
 

@@ -48,9 +48,8 @@ from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
 from aioinfer.executor.torchrun import follow
 from aioinfer.features import load_halves
-from aioinfer.features.adapters.planning import Planning as Adapters
-from aioinfer.features.adapters.registry import Adapter, AdapterRegistry
 from aioinfer.features.masks.planning import Planning as Masks
+from aioinfer.features.serving import ServingFeatures
 from aioinfer.features.token_states.planning import check_states
 from aioinfer.ipc.anonymous_file import RendezvousFiles
 from aioinfer.models.source import SourceFormat
@@ -74,7 +73,7 @@ class Frontend:
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
         folder: the model's.
-        adapters: that requests may name.
+        variants: of the model, which requests may name; of its features.
         defaults, vocab_size, hidden_size, pooling, is_encoder: see `ServedModel`.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         block_size: tokens of a block that the prefix cache shares; 0 without one.
@@ -106,8 +105,7 @@ class Frontend:
         without it, workers are not restarted.
         """
         self.config = config
-        self.adapters = AdapterRegistry(config)
-        self.adapters.on_remove = self._forget_adapter
+        self.variants = ServingFeatures(config, lambda: [e.features for e in self.engines])
         self.dead_reason: str | None = None
         self.engines = [
             Engine(
@@ -152,7 +150,8 @@ class Frontend:
         on_progress("find the model", 0, 0)
         folder = await asyncio.to_thread(find_model, config)
         config = await asyncio.to_thread(with_speculation, config, folder)
-        await asyncio.to_thread(load_halves, "planning", tuple(config.model.features))
+        for half in ("planning", "serving"):
+            await asyncio.to_thread(load_halves, half, tuple(config.model.features))
         resolved = time.perf_counter()
         on_progress("start the workers", 0, 0)
         shares = config.parallel.data_parallel_attention
@@ -185,7 +184,7 @@ class Frontend:
                 starts = [
                     group.create_task(self._threads.run(lambda: self._load_for_engines(folder)))
                 ]
-                starts.append(group.create_task(self.adapters.start(folder)))
+                starts.append(group.create_task(self.variants.start(folder)))
                 # all load the same weights at the same time: the bar of the first stands for all
                 starts += [
                     group.create_task(e.start(on_progress if not e.number else no_progress))
@@ -241,10 +240,6 @@ class Frontend:
         await self._dead.wait()
         self._require_alive()
 
-    def _forget_adapter(self, adapter: Adapter) -> None:
-        for engine in self.engines:
-            engine.features.of(Adapters).forget(adapter)
-
     def _load_for_engines(self, folder: Path) -> None:
         """Loads what prompts need, and builds what grammars need: up to 2 s beside the loading of
         the weights, and 0.1 GB for a vocabulary of 150 000. Else the first request with a grammar
@@ -274,8 +269,8 @@ class Frontend:
         return self._restrictions
 
     def model_names(self) -> list[str]:
-        """Returns the names that a request's `model` may have: the model's, and its adapters'."""
-        return [*self.config.served_model_names, *(each.name for each in self.adapters)]
+        """Returns the names that a request's `model` may have: the model's, and its variants'."""
+        return [*self.config.served_model_names, *(each.name for each in self.variants)]
 
     @property
     def generates(self) -> bool:
@@ -477,7 +472,7 @@ class Frontend:
         arrived = time.perf_counter()
         self._require_alive()
         constraint = await self.compile(params)
-        prepared = await self.prepare(prompt, add_special_tokens, cache_salt, params.adapter)
+        prepared = await self.prepare(prompt, add_special_tokens, cache_salt, params)
         return self.admit(
             prepared,
             params,
@@ -507,10 +502,13 @@ class Frontend:
         prompt: str | Sequence[int],
         add_special_tokens: bool = True,
         cache_salt: str = "",
-        adapter: str | None = None,
+        params: SamplingParams | None = None,
     ) -> PreparedPrompt:
         """The first half of `submit`, which may take long; see `PromptEncoder.prepare`. Prompts for
-        several adapters share no KV blocks.
+        several variants of the model share no KV blocks.
+
+        Args:
+            params: of the request; None for the model itself.
 
         Raises `RequestError`.
         """
@@ -518,13 +516,12 @@ class Frontend:
             self.require_tokenizer("prompt")
         if self._model.source is not None and not isinstance(prompt, SourcePrompt):
             prompt = await self._text_source(prompt, self._model.source, add_special_tokens)
-        if adapter is None:
+        variant = None if params is None else self.variants.of_request(params)
+        if variant is None:
             return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
-        found = self.adapters.get(adapter)
-        salt = f"{cache_salt}\0adapter {found.digest}"
-        virtual = found.prompt_tokens
+        salt, virtual = f"{cache_salt}\0{variant.key}", variant.virtual_tokens
         prepared = await self._encoder.prepare(prompt, add_special_tokens, salt, virtual=virtual)
-        return replace(prepared, adapter=found)
+        return replace(prepared, variant=variant)
 
     async def _text_source(
         self, prompt: str | Sequence[int], format: SourceFormat, add_special_tokens: bool
@@ -553,7 +550,7 @@ class Frontend:
         other share a step.
 
         Args:
-            prompt: the result of `prepare` for the adapter of `params`.
+            prompt: the result of `prepare` for `params`.
             constraint: the result of `compile` for `params`.
             arrived: when the request did, of `time.perf_counter`.
         """

@@ -105,13 +105,13 @@ class ModelGroup:
         return len(self._frontends)
 
     def find(self, name: str) -> Frontend | None:
-        """Returns the model that has a name, or an adapter of this name; None if none has."""
+        """Returns the model that has a name, or a variant of this name; None if none has."""
         if (found := self._by_name.get(name)) is not None:
             return found
-        return next((each for each in self._frontends if name in each.adapters), None)
+        return next((each for each in self._frontends if each.variants.find(name)), None)
 
     def names(self) -> list[str]:
-        """Returns the names that a request's `model` may have, those of adapters included."""
+        """Returns the names that a request's `model` may have, those of variants included."""
         return [name for each in self._frontends for name in each.model_names()]
 
     # ---------------------------------------------------------------- life

@@ -239,7 +239,7 @@ class SequenceMaker:
             )
         submitted = SubmittedRequest(
             params, tokens, constraint, self._model.vocab_size, self._model.hidden_size,
-            self._config.max_num_batched_tokens, output.report_progress, prompt.adapter,
+            self._config.max_num_batched_tokens, output.report_progress, prompt.variant,
             is_whole=self._model.is_encoder, pictures=prompt.pictures,
             source=prompt.source,
         )  # fmt: skip

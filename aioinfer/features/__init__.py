@@ -2,8 +2,9 @@
 
 A feature is a folder. `sections.py` declares what plans and results carry for it, `planning.py` has
 its planning half (`Planning`, a `scheduler.features.StepFeature`; imports neither torch nor
-aiohttp), and `worker.py` its worker half (`Work`, a `worker.features.WorkerFeature`); a half that
-it does not need is not there. No other module names a feature but to use its results.
+aiohttp), and `worker.py` its worker half (`Work`, a `worker.features.WorkerFeature`). `serving.py`
+and `endpoints.py` have what it offers to clients (`features.serving`). A half that it does not need
+is not there. No other module names a feature but to use its results.
 docs/features.md describes how to add one, in this package or in another.
 """
 
@@ -37,7 +38,7 @@ FEATURES = (
     "kv_store",
     "masks",
 )
-HALVES = ("planning", "worker")
+HALVES = ("planning", "worker", "serving")
 #: The entry points by which other packages offer features: a name, and the package with its halves.
 GROUP = "aioinfer.features"
 
@@ -48,7 +49,7 @@ def load_halves(half: str, names: tuple[str, ...] = ()) -> Sequence[ModuleType]:
     reads files.
 
     Args:
-        half: one of `HALVES`.
+        half: one of `HALVES`, or "endpoints".
         names: the features of other packages, as the configuration names them.
 
     Raises:
@@ -61,7 +62,7 @@ def load_halves(half: str, names: tuple[str, ...] = ()) -> Sequence[ModuleType]:
             if _has_half(package, half):
                 found.append(importlib.import_module(f"{package}.{half}"))
             elif not any(_has_half(package, each) for each in HALVES):
-                raise ConfigError(f"features: {package} has neither of {', '.join(HALVES)}")
+                raise ConfigError(f"features: {package} has none of {', '.join(HALVES)}")
         except ImportError as error:
             raise ConfigError(f"features: {package} cannot be imported: {error}") from error
     return found

@@ -256,7 +256,7 @@ HASH_BYTES = 16
 def root_hash(extra: bytes = b"") -> bytes:
     """Returns the parent of a sequence's first block.
 
-    `extra` keeps sequences apart that may not share blocks (a tenant's salt, an adapter).
+    `extra` keeps sequences apart that may not share blocks (a tenant's salt, a `Variant`).
     """
     return blake2b(extra, digest_size=HASH_BYTES, person=b"aioinfer").digest()
 

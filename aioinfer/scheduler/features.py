@@ -26,6 +26,27 @@ F = TypeVar("F", bound="StepFeature")
 MAX_RESULT_BYTES = 6 * 2**20
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Variant:
+    """The model as a feature offers it under a name of its own (`features.serving`).
+
+    Attributes:
+        name: by which requests name it.
+        root: where it comes from, for lists of models.
+        key: what its KV blocks depend on beside the tokens; they may outlive the process.
+        virtual_tokens: tokens that the feature adds in front of a prompt.
+    """
+
+    name: str
+    root: str
+    key: str
+    virtual_tokens: int
+
+    def asked_by(self, params: SamplingParams) -> SamplingParams:
+        """Returns the parameters of a request that asks for the variant."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
     """A request before it is routed, from which features derive its uses.
@@ -37,7 +58,7 @@ class SubmittedRequest:
         vocab_size, hidden_size: of the model.
         token_budget: the maximum of tokens that a step computes.
         report: wakes the reader of the request's output.
-        adapter: what the feature of adapters knows of the request's adapter; None for none.
+        variant: what it asks for in the place of the model; None for the model itself.
         is_whole: whether one step computes the whole prompt.
         pictures: what the feature of pictures knows of the prompt's pictures; None for none.
         source: what the feature of sources knows of what the encoder reads; None for none.
@@ -50,7 +71,7 @@ class SubmittedRequest:
     hidden_size: int
     token_budget: int
     report: Any = None
-    adapter: Any = None
+    variant: Variant | None = None
     is_whole: bool = False
     pictures: Any = None
     source: Any = None

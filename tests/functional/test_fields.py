@@ -21,7 +21,7 @@ from openai.types import batch_create_params, completion_create_params, embeddin
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from aioinfer.api.admin.control import AbortRequest, LoadAdapter, UnloadAdapter
+from aioinfer.api.admin.control import AbortRequest
 from aioinfer.api.admin.openapi import EXAMPLES
 from aioinfer.api.anthropic import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch.batches import CreateBatch
@@ -267,9 +267,10 @@ POSTS = {route.path: route for route in ROUTES if route.method == "POST"}
 BODIES = {
     path: route.body
     for path, route in POSTS.items()
-    if route.body not in (None, AbortRequest, CreateBatch, LoadAdapter, UnloadAdapter)
+    if route.body not in (None, AbortRequest, CreateBatch)
     and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/r"))
     and path not in ("/v1/score", "/v1/rerank", "/responses")
+    and route.example is None  # else of a feature, behind an admin key
     and "{" not in path  # of something that is stored
 }
 WRONG_TYPES = ({"_": 1}, [{"_": 1}], [[0.5]], True, "\0", 0.5, -(2**70))

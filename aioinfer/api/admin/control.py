@@ -202,42 +202,6 @@ class Placement(Struct, kw_only=True):
     layers: dict[str, list[list[int]]]
 
 
-class LoadAdapter(Body, kw_only=True):
-    """`POST /v1/load_lora_adapter`. `lora_path` is a folder of the server, a hub id or
-    `package:NAME/FOLDER`; with `load_inplace` it replaces an adapter with its name."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Meta(min_length=1)]
-    load_inplace: bool = False
-
-
-class UnloadAdapter(Body, kw_only=True):
-    """`POST /v1/unload_lora_adapter`."""
-
-    lora_name: str
-
-
-async def load_adapter(request: web.Request, body: LoadAdapter) -> Status:
-    """Adds an adapter: requests name it as their `model`. 400 for one that is not there or does not
-    go with the model, or whose name is taken without `load_inplace`."""
-    frontend = frontend_of(request)
-    adapters = frontend.adapters
-    if request.app[MODELS].find(body.lora_name) not in (None, frontend):
-        raise RequestError("another model, or its adapter, has this name", param="lora_name")
-    try:
-        await adapters.add(body.lora_name, body.lora_path, replaces=body.load_inplace)
-    except ConfigError as error:
-        raise RequestError(str(error), param="lora_path") from error
-    return Status(status="loaded")
-
-
-async def unload_adapter(request: web.Request, body: UnloadAdapter) -> Status:
-    """Removes an adapter; running requests keep it. 404 for one that is not there."""
-    frontend = request.app[MODELS].find(body.lora_name) or frontend_of(request)
-    frontend.adapters.remove(body.lora_name)
-    return Status(status="unloaded")
-
-
 async def pause(request: web.Request, query: PauseQuery) -> Status:
     """Lets requests wait until `/resume`: no further step is planned. What happens to requests that
     run says `mode`: they stop where they are ("keep", the default), are finished first ("wait"), or

@@ -100,7 +100,7 @@ class Load(Struct, kw_only=True):
 
 
 async def list_models(request: web.Request) -> ModelList:
-    """Lists the names under which models are served, and their adapters."""
+    """Lists the names under which models are served, and variants of them."""
     cards = [
         _card(request.app, frontend, name)
         for frontend in request.app[MODELS]
@@ -181,12 +181,12 @@ async def tokenizer_info(request: web.Request) -> dict[str, Any]:
 
 
 def _card(app: web.Application, frontend: Frontend, name: str) -> Model:
-    is_awake, is_adapter = frontend is app[MODELS].awake, name in frontend.adapters
+    is_awake, variant = frontend is app[MODELS].awake, frontend.variants.find(name)
     return Model(
         id=name,
         created=app[STARTED],
-        root=frontend.adapters.get(name).folder if is_adapter else frontend.config.model.path,
-        parent=frontend.config.served_model_names[0] if is_adapter else None,
+        root=frontend.config.model.path if variant is None else variant.root,
+        parent=None if variant is None else frontend.config.served_model_names[0],
         max_model_len=frontend.max_model_len,
         input_modalities=frontend.input_modalities,
         status=UNSET

@@ -49,6 +49,7 @@ class Route:
         stream: the content type of the stream that the reply may be instead.
         query: the type of the parameters of the query.
         form: the type of the fields of a form, beside its file, where the body is one.
+        example: of a body, if `EXAMPLES` has none.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Route:
     stream: str | None = None
     query: type | None = None
     form: type | None = None
+    example: Mapping[str, Any] | None = None
 
 
 _REF = "#/components/schemas/{name}"
@@ -108,8 +110,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "TokenizeRequest": {"prompt": "Hello, world!", "return_token_strs": True},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
     "AbortRequest": {"request_id": "cmpl-…"},
-    "LoadAdapter": {"lora_name": "rivers", "lora_path": "/adapters/rivers"},
-    "UnloadAdapter": {"lora_name": "rivers"},
     "CreateBatch": {
         "input_file_id": "file-…",
         "endpoint": "/v1/chat/completions",
@@ -184,7 +184,10 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
     if parameters := _parameters(route, path):
         found["parameters"] = parameters
     if route.body is not None:
-        body = {"schema": schema_of[route.body], "example": EXAMPLES[route.body.__name__]}
+        body = {
+            "schema": schema_of[route.body],
+            "example": route.example or EXAMPLES[route.body.__name__],
+        }
         found["requestBody"] = {"required": True, "content": {"application/json": body}}
     elif route.form is not None:
         form = {"multipart/form-data": {"schema": _form_of(route.form)}}

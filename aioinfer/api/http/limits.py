@@ -42,6 +42,7 @@ from aioinfer.api.errors import Handler, local_path
 from aioinfer.api.http.keys import ApiKey, ApiKeys
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, RateLimitError, RequestError
+from aioinfer.features import load_halves
 from aioinfer.scheduler.request import Flow
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ ADMIN_PATHS = frozenset(
         "/init_weight_transfer_engine", "/is_paused", "/is_sleeping", "/pause",
         "/reset_prefix_cache", "/resume", "/sleep", "/start_weight_update",
         "/update_weight_version", "/update_weights", "/update_weights_from_disk",
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up", "/weight_info",
+        "/wake_up", "/weight_info",
+        *(each.path for half in load_halves("endpoints") for each in half.ENDPOINTS),
     )
 )  # fmt: skip
 _PERIOD_S = 60.0

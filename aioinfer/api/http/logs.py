@@ -170,7 +170,7 @@ class RequestLog:
         if stages is not None:
             requests = [sequence.request for sequence in record.sequences()]
             fields |= {
-                "model": record.served,
+                "model": record.model or record.served,
                 "prompt_tokens": sum(len(o.prompt_token_ids) for o in record.outputs),
                 "cached_tokens": sum(o.num_cached_tokens for o in record.outputs),
                 "output_tokens": sum(o.num_generated for o in record.outputs),

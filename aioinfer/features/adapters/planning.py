@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 from aioinfer.errors import GenerationError
-from aioinfer.features.adapters.registry import Adapter
 from aioinfer.features.adapters.sections import (
     DROP,
     FAILED,
@@ -31,11 +30,29 @@ from aioinfer.features.adapters.sections import (
     AdapterStates,
 )
 from aioinfer.ipc.sections import Section
-from aioinfer.scheduler.features import StepFeature, SubmittedRequest
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.features import StepFeature, SubmittedRequest, Variant
 from aioinfer.scheduler.request import Request, RequestStatus, Use
 
 #: Adapters that are being read at a time, at most.
 _MAX_READING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter(Variant):
+    """An adapter; its root is the folder with its files.
+
+    Attributes:
+        number: of all that there have been, no two have the same.
+        sample: a digest of parts of its files, by which workers find out that they have changed.
+    """
+
+    number: int
+    sample: str
+
+    def asked_by(self, params: SamplingParams) -> SamplingParams:
+        """See `Variant.asked_by`."""
+        return replace(params, adapter=self.name)
 
 
 @dataclass(slots=True)
@@ -118,7 +135,8 @@ class Planning(StepFeature):
     @classmethod
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
         """See `StepFeature.use_of`."""
-        return None if submitted.adapter is None else AdapterUse(submitted.adapter)
+        adapter = submitted.variant
+        return AdapterUse(adapter) if isinstance(adapter, Adapter) else None
 
     def expect(self, request: Request, use: Any) -> None:
         """See `StepFeature.expect`."""
@@ -238,7 +256,7 @@ class Planning(StepFeature):
 
     def _add(self, adapter: Adapter, slot: int, *, waits: bool) -> None:
         self._changes.append((adapter.number, slot, waits))
-        self._files[adapter.number] = AdapterFiles(adapter.folder, adapter.sample)
+        self._files[adapter.number] = AdapterFiles(adapter.root, adapter.sample)
 
     def _fail(self, request: Request, adapter: Adapter) -> None:
         """Ends a request outside the planning of a step."""

@@ -43,7 +43,7 @@ class Planning(StepFeature):
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
         """See `StepFeature.use_of`: what is returned for each token of a prompt would be returned
         for virtual ones, too."""
-        tokens = 0 if submitted.adapter is None else submitted.adapter.prompt_tokens
+        tokens = 0 if submitted.variant is None else submitted.variant.virtual_tokens
         if not tokens:
             return None
         params = submitted.params

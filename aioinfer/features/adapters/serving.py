@@ -1,4 +1,4 @@
-"""The adapters that requests may name, in the server's process."""
+"""Serving half of adapters: the ones that requests may name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from aioinfer.features.adapters.checkpoint import (
     read_weights,
     write_adapter,
 )
+from aioinfer.features.adapters.planning import Adapter, Planning
+from aioinfer.features.serving import ServingFeature
 from aioinfer.layers.adapters.parts import PROMPT, AdapterWeights, ModuleShape, rank_of
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
@@ -32,71 +33,47 @@ from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.encoder import EncoderModel
 from aioinfer.models.encoder_decoder import EncoderDecoderModel
 from aioinfer.models.registry import build_model
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.features import StepFeatures
 
 #: The modules that adapters may change.
 Modules = Mapping[str, ModuleShape]
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Adapter:
-    """An adapter.
+class Serving(ServingFeature):
+    """See `ServingFeature`: adapters by name."""
 
-    Attributes:
-        number: of all that there have been, no two have the same.
-        name: by which requests name it.
-        folder: with its files.
-        rank: the largest of its modules.
-        prompt_tokens: virtual tokens of a soft prompt; 0 for none.
-        digest: of its files, which KV blocks depend on: these may outlive the process.
-        sample: a digest of parts of its files, by which workers find out that they have changed.
-    """
+    name = "adapters"
 
-    number: int
-    name: str
-    folder: str
-    rank: int
-    prompt_tokens: int = 0
-    digest: str = ""
-    sample: str = ""
-
-
-class AdapterRegistry:
-    """Adapters by name.
-
-    Args:
-        config: of the server.
-
-    Attributes:
-        on_remove: called with each adapter that is removed.
-    """
-
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, config: Config, engines: Callable[[], Iterable[StepFeatures]]):
+        super().__init__(config, engines)
         self._by_name: dict[str, Adapter] = {}
         self._numbers = count()
         self._modules: Modules = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.on_remove: Callable[[Adapter], None] = lambda adapter: None
 
-    def __iter__(self) -> Iterator[Adapter]:
-        return iter(self._by_name.values())
+    def variants(self) -> Mapping[str, Adapter]:
+        """See `ServingFeature.variants`."""
+        return self._by_name
 
-    def __contains__(self, name: object) -> bool:
-        """Whether there is an adapter of this name."""
-        return name in self._by_name
+    def variant_of(self, params: SamplingParams) -> Adapter | None:
+        """See `ServingFeature.variant_of`."""
+        return None if params.adapter is None else self.get(params.adapter)
 
     def get(self, name: str) -> Adapter:
         """Returns the adapter of a name. Raises `RequestError` if there is none."""
-        adapter = self._by_name.get(name)
-        if adapter is None:
-            raise _unknown(name)
-        return adapter
+        if name not in self._by_name:
+            raise RequestError(
+                f"there is no adapter {name!r}", param="lora_name", status=404,
+                code="model_not_found",
+            )  # fmt: skip
+        return self._by_name[name]
 
     async def start(self, folder: Path) -> None:
-        """Adds the adapters of `lora.adapters`, of the model in a folder. Raises `ConfigError`."""
-        if self._config.lora.num_slots:  # not while requests run: it takes the interpreter a while
-            self._modules = await asyncio.to_thread(adaptable_modules, folder, self._config)
-        adds = [self.add(name, path) for name, path in self._config.lora.adapters.items()]
+        """See `ServingFeature.start`: adds the adapters of `lora.adapters`."""
+        if self.config.lora.num_slots:  # not while requests run: it takes the interpreter a while
+            self._modules = await asyncio.to_thread(adaptable_modules, folder, self.config)
+        adds = [self.add(name, path) for name, path in self.config.lora.adapters.items()]
         added = await asyncio.gather(*adds)  # as many at a time as there are threads
         self._by_name = {adapter.name: adapter for adapter in added}
 
@@ -112,9 +89,9 @@ class AdapterRegistry:
             ConfigError: it is not there, or not supported, or does not go with the model.
             RequestError: there is one with its name, and it is not to be replaced.
         """
-        if not self._config.lora.num_slots:
+        if not self.config.lora.num_slots:
             raise ConfigError("this server has no adapters: lora.max_adapters is 0")
-        if name in self._config.served_model_names:
+        if name in self.config.served_model_names:
             raise ConfigError(f"{name!r} is the name of the model")
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name in self._by_name and not replaces:
@@ -122,12 +99,12 @@ class AdapterRegistry:
                     f"there is an adapter {name!r} already: load_inplace replaces it",
                     param="lora_name",
                 )
-            folder, rank, prompt_tokens, *digests = await asyncio.to_thread(self._check, path)
-            old, number = self._by_name.get(name), next(self._numbers)
-            adapter = Adapter(number, name, str(folder), rank, prompt_tokens, *digests)
+            folder, tokens, digest, sample = await asyncio.to_thread(self._check, path)
+            old, key, number = self._by_name.get(name), f"adapter {digest}", next(self._numbers)
+            adapter = Adapter(name, str(folder), key, tokens, number, sample)
             self._by_name[name] = adapter
         if old is not None:
-            self.on_remove(old)
+            self._forget(old)
         return adapter
 
     async def add_tensors(
@@ -148,34 +125,33 @@ class AdapterRegistry:
 
     def remove(self, name: str) -> Adapter:
         """Removes an adapter: no further request may name it. Raises `RequestError`."""
-        adapter = self._by_name.pop(name, None)
-        if adapter is None:
-            raise _unknown(name)
-        self.on_remove(adapter)
+        adapter = self.get(name)
+        del self._by_name[name]
+        self._forget(adapter)
         return adapter
 
-    def _check(self, path: str) -> tuple[Path, int, int, str, str]:
-        """Returns folder, rank, virtual tokens, digest and sample of an adapter. Raises
-        `ConfigError`."""
+    def _forget(self, adapter: Adapter) -> None:
+        for features in self.engines():
+            features.of(Planning).forget(adapter)
+
+    def _check(self, path: str) -> tuple[Path, int, str, str]:
+        """Returns folder, virtual tokens, digest and sample of an adapter. Raises `ConfigError`."""
         folder = resolve_folder(path, "the adapter")
         config, weights = AdapterConfig.read(folder), read_weights(folder, on_meta=True)
-        prompt, rank = weights.get(PROMPT), 0
-        if prompt is not None:
+        if (prompt := weights.get(PROMPT)) is not None:
             self._check_prompt(folder, prompt.up, config.prompt_tokens)
         else:
-            rank = self._check_matrices(folder, config, weights)
+            self._check_matrices(folder, config, weights)
         try:
             whole, sample = (digest_adapter(folder, whole=whole) for whole in (True, False))
         except OSError as error:
             raise ConfigError(f"{folder} cannot be read: {error}") from error
-        return folder, rank, config.prompt_tokens, whole, sample
+        return folder, config.prompt_tokens, whole, sample
 
     def _check_matrices(
         self, folder: Path, config: AdapterConfig, weights: Mapping[str, AdapterWeights]
-    ) -> int:
-        """Returns the rank of an adapter. Raises `ConfigError` for one that does not go with the
-        model."""
-        rank = rank_of(weights)
+    ) -> None:
+        """Raises `ConfigError` for an adapter that does not go with the model."""
         for module, given in weights.items():
             known = self._modules.get(module)
             if known is None:
@@ -187,10 +163,9 @@ class AdapterRegistry:
                     f"{folder}: the matrices of {module} have the shapes {sides}, and not "
                     f"{expected}: it is an adapter of another model, or its rank is another"
                 )
-        most = self._config.lora.max_rank
+        rank, most = rank_of(weights), self.config.lora.max_rank
         if rank > most:
             raise ConfigError(f"{folder} has rank {rank}, and the server's lora.max_rank is {most}")
-        return rank
 
     def _check_prompt(self, folder: Path, vectors: torch.Tensor, tokens: int) -> None:
         """Raises `ConfigError` for a soft prompt that does not go with the model."""
@@ -210,18 +185,12 @@ class AdapterRegistry:
     def _refusal(self, module: str) -> str:
         """Returns why adapters cannot change a module."""
         text = f"adapters cannot change {module} of this model"
-        targets, is_in_layer = self._config.lora.targets, any(map(str.isdigit, module.split(".")))
+        targets, is_in_layer = self.config.lora.targets, any(map(str.isdigit, module.split(".")))
         if ".experts." in module and "experts" not in targets:
             text += ": lora.targets lacks 'experts'"
         elif not is_in_layer and "embeddings" not in targets:
             text += ": lora.targets lacks 'embeddings'"
         return text
-
-
-def _unknown(name: str) -> RequestError:
-    return RequestError(
-        f"there is no adapter {name!r}", param="lora_name", status=404, code="model_not_found"
-    )
 
 
 def adaptable_modules(folder: Path, config: Config) -> Modules:
