@@ -37,11 +37,14 @@ def load_model(
     expert_parallel: bool = False,
     expert_placement: ExpertPlacement | None = None,
     state_dtype: str = "float32",
+    quantization: str = "auto",
 ) -> CausalLM:
     """Returns this rank's part of the model, ready to use; `served_len` as in `build_model`."""
     backend = Backend(CPU, dtype, group, expert_parallel=expert_parallel, state_dtype=state_dtype)
     backend.expert_placement = expert_placement or ExpertPlacement()
-    model = build_model(folder, backend, model_options(max_model_len=served_len))
+    model = build_model(
+        folder, backend, model_options(max_model_len=served_len, quantization=quantization)
+    )
     model.load(folder, "auto", 0, lambda done, total: None)
     return model
 

@@ -24,6 +24,7 @@ from aioinfer.errors import ConfigError, NotReadyError, RequestError, WorkerCall
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
+from tests.scaled_models import layouts, write
 from tests.trainer_group import broadcast_file
 from tests.waiting import until
 from tests.worker_extension import identity_of, rank_of
@@ -240,8 +241,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("other"), seed=1)
 
 
-async def texts_with(folder: Path) -> list[list[int]]:
-    async with launched(folder) as frontend:
+async def texts_with(folder: Path, **settings: Any) -> list[list[int]]:
+    async with launched(folder, **settings) as frontend:
         return await tokens_of(await submit_all(frontend))
 
 
@@ -340,11 +341,19 @@ async def test_weights_that_sleep_cannot_be_updated(folder: Path, other: Path) -
         assert await tokens_of(await submit_all(frontend)) == new
 
 
-async def test_new_workers_load_weights_that_are_quantized(folder: Path, other: Path) -> None:
-    settings = {"model.quantization": "int8"}
-    async with launched(other, **settings) as frontend:
-        new = await tokens_of(await submit_all(frontend))
-    async with launched(folder, **settings) as frontend:
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints."""
+    folders = [tiny_llama(tmp_path_factory.mktemp("quantized"), seed=seed) for seed in (0, 1)]
+    for each in folders:
+        write(each, layouts((16, 16))["int channel"])
+    return folders
+
+
+async def test_new_workers_load_weights_of_a_quantized_checkpoint(quantized: list[Path]) -> None:
+    folder, other = quantized
+    new = await texts_with(other)
+    async with launched(folder) as frontend:
         old = await tokens_of(await submit_all(frontend))
         outputs = await submit_all(frontend)
         await until_running(frontend)
@@ -359,9 +368,13 @@ async def test_new_workers_load_weights_that_are_quantized(folder: Path, other: 
         assert await tokens_of(await submit_all(frontend)) == new
 
 
-async def test_weights_that_were_dropped_are_loaded_again(folder: Path, other: Path) -> None:
-    new = await texts_with(other)
-    async with launched(folder) as frontend:
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+async def test_weights_that_were_dropped_are_loaded_again(
+    folder: Path, other: Path, quantization: str
+) -> None:
+    settings = {"model.quantization": quantization}
+    new = await texts_with(other, **settings)
+    async with launched(folder, **settings) as frontend:
         control = frontend.control
         expected = await tokens_of(await submit_all(frontend))
         outputs = await submit_all(frontend)
@@ -381,17 +394,19 @@ async def test_weights_that_were_dropped_are_loaded_again(folder: Path, other: P
         assert await tokens_of(waiting) == new
 
 
-async def test_weights_that_cannot_be_loaded_again_are_not_dropped(folder: Path) -> None:
-    async with launched(folder, **{"model.quantization": "int8"}) as frontend:
+async def test_weights_that_cannot_be_loaded_again_are_not_dropped(quantized: list[Path]) -> None:
+    async with launched(quantized[0]) as frontend:
         expected = await tokens_of(await submit_all(frontend))
         with pytest.raises(WorkerCallError, match="quantized"):
             await frontend.control.sleep(2)
         assert await tokens_of(await submit_all(frontend)) == expected
 
 
-async def test_tensors_replace_weights(folder: Path, other: Path) -> None:
-    new = await texts_with(other)
-    async with launched(folder) as frontend:
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+async def test_tensors_replace_weights(folder: Path, other: Path, quantization: str) -> None:
+    settings = {"model.quantization": quantization}
+    new = await texts_with(other, **settings)
+    async with launched(folder, **settings) as frontend:
         control = frontend.control
         old = await tokens_of(await submit_all(frontend))
         outputs = await submit_all(frontend)

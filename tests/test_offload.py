@@ -103,14 +103,17 @@ def test_each_rank_has_its_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_new_weights_go_to_the_host(tmp_path: Path, is_late: bool) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+def test_new_weights_go_to_the_host(tmp_path: Path, quantization: str, is_late: bool) -> None:
     first, second = (
         tiny_model("qwen3", tmp_path / str(seed), seed=seed, **LAYERS) for seed in (0, 1)
     )
-    model, before = load(first, CpuTransfers(is_late=is_late)), logits_of(load(first))
+    given = {"quantization": quantization}
+    model = load(first, CpuTransfers(is_late=is_late), **given)
+    before, expected = (logits_of(load(folder, **given)) for folder in (first, second))
     with torch.inference_mode():
         WeightUpdate(model).read(second)
-    torch.testing.assert_close(logits_of(model), logits_of(load(second)), rtol=0, atol=0)
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=0)
     with torch.inference_mode():
         update = WeightUpdate(model)
         for each in load_file(first / "model.safetensors").items():
@@ -137,19 +140,23 @@ def texts_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_texts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+def test_texts_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
     """With drafts, after new weights, and after sleep."""
+    settings = SETTINGS | {"model.quantization": quantization}
     first, second = (
         tiny_model("qwen3", tmp_path / str(seed), seed=seed, **LAYERS) for seed in (0, 1)
     )
     expected = []
     for folder in (first, second):
-        plain = SETTINGS | {"model.offload_gb": 0.0}
+        plain = settings | {"model.offload_gb": 0.0}
         with LLM(str(folder), settings=plain, progress=False) as llm:
             expected.append(texts_of(llm))
     transfers = CpuTransfers(is_late=True)
     monkeypatch.setattr(Worker, "_make_transfers", lambda worker: transfers)
-    with LLM(str(first), settings=SETTINGS, progress=False) as llm:
+    with LLM(str(first), settings=settings, progress=False) as llm:
         assert texts_of(llm) == expected[0]
         assert transfers.count > 0
         assert "of weights on the host" in llm.frontend.engines[0].report.implementation

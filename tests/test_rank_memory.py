@@ -53,6 +53,11 @@ class HostRange:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> VirtualRankMemory:
+    return memory_of_host(monkeypatch)
+
+
+def memory_of_host(monkeypatch: pytest.MonkeyPatch) -> VirtualRankMemory:
+    """Returns the memory of a rank on a GPU, played by memory of the host."""
     monkeypatch.setattr(rank_memory, "VirtualMemory", HostRange)
     monkeypatch.setattr(rank_memory, "pin", lambda memory: None)
     monkeypatch.setattr(rank_memory, "unpin", lambda addresses, device: None)

@@ -16,15 +16,15 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.weight_update import WeightUpdate
 from tests.paged_model import PagedModel, load_model
+from tests.scaled_models import layouts, write
 from tests.tiny_models import FAMILIES, tiny_model
 
 PROMPT = [7, 3, 250, 41, 9, 90]
 
 
-def load(folder: Path, rank: int = 0, size: int = 1) -> BuiltModel:
-    group = ParallelGroup(rank, size) if size > 1 else ParallelGroup.single()
+def load(folder: Path, quantization: str = "auto") -> BuiltModel:
     with torch.inference_mode():
-        model = load_model(folder, group)
+        model = load_model(folder, ParallelGroup.single(), quantization=quantization)
     assert isinstance(model, BuiltModel)
     return model
 
@@ -63,17 +63,22 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "quantization"),
     [
-        pytest.param(family, marks=() if family in KINDS else pytest.mark.extended)
-        for family in (*FAMILIES, "qwen3-tied")
+        *(
+            pytest.param(family, "auto", marks=() if family in KINDS else pytest.mark.extended)
+            for family in (*FAMILIES, "qwen3-tied")
+        ),
+        ("qwen3", "fp8"),
+        ("deepseek_v3", "int8"),
     ],
 )
 def test_a_model_computes_with_the_weights_of_another_checkpoint(
-    checkpoint: Callable[[str, int], Path], family: str
+    checkpoint: Callable[[str, int], Path], family: str, quantization: str
 ) -> None:
+    """Also if it quantizes them while it loads them."""
     first, second = checkpoint(family, 0), checkpoint(family, 1)
-    model, expected = load(first), logits_of(load(second))
+    model, expected = load(first, quantization), logits_of(load(second, quantization))
     before = logits_of(model)
     with torch.inference_mode():
         WeightUpdate(model).release()  # as sleep at level 2
@@ -86,6 +91,13 @@ def test_a_model_computes_with_the_weights_of_another_checkpoint(
             update.take(tensors[number : number + 3])
         update.finish()
     assert_same(logits_of(model), before)
+
+
+def test_a_quantized_checkpoint_is_not_loaded_again(tmp_path: Path) -> None:
+    folder = tiny_model("qwen3", tmp_path)
+    write(folder, layouts((16, 16))["float channel"])
+    with pytest.raises(ConfigError, match="weights of a quantized checkpoint"):
+        WeightUpdate(load(folder))
 
 
 def test_a_wrong_tensor_changes_nothing(

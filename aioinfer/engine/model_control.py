@@ -373,7 +373,8 @@ class ModelControl:
         self, folder: Path, *, version: str | None = None, mode: Mode = "keep"
     ) -> None:
         """Loads the weights of a checkpoint; then requests go on, unless they were paused before.
-        Where weights cannot be loaded again, as quantized ones, new workers load them.
+        Where weights cannot be loaded again, as those of quantized checkpoints, new workers load
+        them.
 
         Args:
             folder: of the checkpoint.

@@ -147,21 +147,29 @@ class DequantizedStack(ProjectionStack[Weight]):
 
     def __init__(self, shape: ProjectionShape, backend: Backend, quantization: Quantization | None):
         super().__init__(shape, backend)
-        plain = replace(backend, has_kernels=False)
+        self._quantization = quantization
+        self._dequantized: torch.Tensor | None = None
+        self.begin_reload()
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        shape, plain = self._shape, replace(self._backend, has_kernels=False)
         self._parts = [
-            make_weight(sources, shape.columns, plain, quantization) for sources in shape.sources
+            make_weight(sources, shape.columns, plain, self._quantization)
+            for sources in shape.sources
         ]
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`."""
-        size = len(self._parts), self._shape.rows, self._shape.columns.size
-        dtype, device = self._backend.dtype, self._backend.device
-        dequantized = torch.empty(size, dtype=dtype, device=device)
+        if self._dequantized is None:
+            size = len(self._parts), self._shape.rows, self._shape.columns.size
+            dtype, device = self._backend.dtype, self._backend.device
+            self._dequantized = torch.empty(size, dtype=dtype, device=device)
         self._parts.reverse()
-        for weight in dequantized:
+        for weight in self._dequantized:
             weight.copy_(self._parts.pop().dequantized())
             self._reorder(weight)
-        self._weight = dequantized
+        self._weight = self._dequantized
 
 
 class ScaledStack(ProjectionStack[ScaledWeight]):
@@ -174,6 +182,12 @@ class ScaledStack(ProjectionStack[ScaledWeight]):
         size = len(shape.sources), shape.rows, shape.columns.size
         dtype = DTYPES[scheme.kind]
         self._values = torch.empty(size, dtype=dtype, device=backend.device)
+        self._scales: torch.Tensor | None = None
+        self.begin_reload()
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        shape, backend, scheme = self._shape, self._backend, self._scheme
         self._parts = [
             ScaledWeight(sources, shape.columns, backend, scheme, values)
             for sources, values in zip(shape.sources, self._values, strict=True)
@@ -198,10 +212,13 @@ class ScaledStack(ProjectionStack[ScaledWeight]):
         if self._shape.order is not None:
             rows = rows[self._shape.order.to(rows.device)]
         run = next(run for run in (GROUP, GATE_RUN, 1) if _is_run(rows, run))
-        scales = [part.scales[rows[::run]].view(len(rows[::run]), -1) for part in self._parts]
+        scales = torch.stack(
+            [part.scales[rows[::run]].view(len(rows[::run]), -1) for part in self._parts]
+        )
+        self._scales = scales if self._scales is None else self._scales.copy_(scales)
         for values in self._values:
             self._reorder(values.view(torch.uint8))
-        self._weight = ScaledExperts(self._values, torch.stack(scales), run)
+        self._weight = ScaledExperts(self._values, self._scales, run)
         if self._scheme.inputs != "none" and self._scheme.kind == "fp8":
             static = None
             if self._scheme.inputs == "static":  # all experts of a token have the same inputs

@@ -321,7 +321,7 @@ def make_latent_attention(
     latent_norm = make.norm(f"{name}.kv_a_layernorm", shape.latent_size, eps=norm_eps)
     expanded = Source(f"{name}.kv_b_proj", heads.times(shape.plain_size + shape.value_size))
     weight = make.weight([expanded], Shard.whole(shape.latent_size))
-    expansion = make.keep(LatentExpansion(weight, local, expanded, backend))
+    expansion = make.keep(LatentExpansion(weight, local, expanded, backend, make.quantization))
     output = make.row(f"{name}.o_proj", heads.times(shape.value_size), bias=bias)
     rotary = make.rotary(rope, shape.rotary_size)
     attention = LatentAttention(

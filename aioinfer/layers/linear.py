@@ -17,8 +17,10 @@ import torch.nn.functional as F
 
 from aioinfer.layers.adapters.products import RowProduct
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats import make_weight
 from aioinfer.layers.formats.base import Epilogue, Weight
 from aioinfer.layers.formats.dense import DenseWeight
+from aioinfer.layers.formats.schemes import Quantization
 from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
@@ -230,10 +232,19 @@ class LatentExpansion:
         shape: of this rank.
         source: the checkpoint module.
         backend: of the rank.
+        quantization: of the model, or None.
     """
 
-    def __init__(self, weight: Weight, shape: LatentShape, source: Source, backend: Backend):
+    def __init__(
+        self,
+        weight: Weight,
+        shape: LatentShape,
+        source: Source,
+        backend: Backend,
+        quantization: Quantization | None = None,
+    ):
         self._weight: Weight | None = weight
+        self._source, self._quantization = source, quantization
         #: what adapters add; and the adapter slot of each row, negative for none
         self._adapted: RowProduct | None = None
         self._adapters: torch.Tensor | None = None
@@ -252,12 +263,18 @@ class LatentExpansion:
     def finalize(self) -> None:
         """Dequantizes the weight, if it is quantized."""
         assert self._weight is not None
-        self._matrix = self._weight.dequantized().to(self._backend.dtype)
-        if not isinstance(self._weight, DenseWeight):
-            self._weight = None  # what was dequantized is not needed any more
+        matrix = self._weight.dequantized().to(self._backend.dtype)
+        if isinstance(self._weight, DenseWeight):
+            self._matrix = matrix
+            return
+        self._weight = None  # what was dequantized is not needed any more
+        self._matrix = matrix if self._matrix is None else self._matrix.copy_(matrix)
 
     def begin_reload(self) -> None:
-        """See `Weight.begin_reload`: the weight is the matrix."""
+        """See `Weight.begin_reload`: a weight that is not quantized is the matrix."""
+        if self._weight is None:
+            columns = Shard.whole(self._shape.latent_size)
+            self._weight = make_weight([self._source], columns, self._backend, self._quantization)
 
     @property
     def matrix(self) -> torch.Tensor:

@@ -30,9 +30,10 @@ class BuiltModel(BoundLayers):
     offloaded: OffloadedLayers | None = None
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether any weight is quantized."""
-        return self._make.quantization is not None
+    def is_stored_quantized(self) -> bool:
+        """See `LoadedModel.is_stored_quantized`."""
+        quantization = self._make.quantization
+        return quantization is not None and not quantization.is_online
 
     def weight_shards(self) -> NamedShards:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before

@@ -4,7 +4,8 @@ sends.
 A model loads again layer by layer: `begin_reload`, the copies of all of its tensors, `finalize`, in
 the memory that it has, so that CUDA graphs stay valid. Names, shapes and types are checked before
 anything is written: a model has all of a layer's new weights or none. Tensors that come one by one
-are kept until their layer is complete (a merged projection has several).
+are kept until their layer is complete (a merged projection has several). Weights that are quantized
+while they are loaded take the same tensors as at the start, and are quantized again.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class LoadedModel(Protocol):
 
     Attributes:
         forms: of its layers with parameters.
-        is_quantized: whether any weight is quantized.
+        is_stored_quantized: whether the checkpoint has quantized weights.
         backend: of the rank.
     """
 
@@ -108,7 +109,7 @@ class LoadedModel(Protocol):
     backend: Backend
 
     @property
-    def is_quantized(self) -> bool: ...
+    def is_stored_quantized(self) -> bool: ...
 
     def is_unused(self, name: str) -> bool:
         """Whether a checkpoint may have a tensor that this rank does not need."""
@@ -157,8 +158,8 @@ class WeightUpdate:
 
     def __init__(self, model: LoadedModel):
         self._model, self._forms = model, model.forms
-        if model.is_quantized:
-            raise ConfigError("quantized weights cannot be loaded again")
+        if model.is_stored_quantized:
+            raise ConfigError("weights of a quantized checkpoint cannot be loaded again")
         on_gpu = model.backend.device.type != "cpu"
         for form in self._forms:
             kind = type(form.layer)

@@ -133,16 +133,19 @@ def test_without_the_setting_a_model_does_not_sleep(folder: Path) -> None:
 # ---------------------------------------------------------------- new weights
 
 
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_weights_come_from_a_process_on_the_same_gpu(
-    folder: Path, tmp_path: Path, sleeps: bool
+    folder: Path, tmp_path: Path, sleeps: bool, quantization: str
 ) -> None:
     """Graphs that were captured before compute with them; level 2 drops the former ones."""
     second = random_model(
         tmp_path, vocab_size=VOCAB_SIZE, eos_token_id=None, seed=1,
         max_position_embeddings=1024, head_dim=64,
     )  # fmt: skip
-    settings = engine_settings(model__sleep_mode=True, model__dtype="bfloat16")
+    settings = engine_settings(
+        model__sleep_mode=True, model__dtype="bfloat16", model__quantization=quantization
+    )
     prompts = random_prompts((5, 40, 300), VOCAB_SIZE)
     with LLM(str(second), settings=settings, progress=False) as llm:
         expected = texts_of(llm, prompts)

@@ -13,7 +13,9 @@ from aioinfer.kernels.few_rows_dense import MAX_ROWS
 from aioinfer.kernels.gated_product import interleave
 from aioinfer.kernels.quantize import ScaledInputs, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
+from safetensors.torch import load_file
 
+from aioinfer.layers import offload
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats import make_weight
 from aioinfer.layers.formats.base import Epilogue
@@ -22,10 +24,15 @@ from aioinfer.layers.formats.scaled import ScaledWeight
 from aioinfer.layers.formats.schemes import Quantization, ScaledScheme
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
+from aioinfer.layers.tensor_memory import find_tensors
+from aioinfer.layers.transfers import Offload
+from aioinfer.models.weight_update import WeightUpdate
+from tests.cpu_transfers import CpuTransfers
 from tests.kernels.bound_model import Bound, assert_close, random_ids
 from tests.kernels.peer_processes import run_ranks
 from tests.kernels.test_decoder_kernels import all_reduce_layout, rank_states
 from tests.scaled_models import layouts, write, write_dequantized
+from tests.test_rank_memory import memory_of_host
 from tests.tiny_models import tiny_model
 
 SIZES = {
@@ -104,6 +111,61 @@ def test_two_ranks_over_symmetric_memory(layout: str, tmp_path: Path) -> None:
         for state, of_first, of_one in zip(states, ranks[0][0], expected, strict=True):
             assert torch.equal(state, of_first), "the ranks must have the same bits"
             assert (state - of_one).norm() < 0.15 * of_one.norm()
+
+
+@pytest.mark.parametrize("place", ["device", "asleep", "host"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("deepseek_v3", "fp8"),
+        ("qwen3", "int8"),
+        pytest.param("deepseek_v3", "int8", marks=pytest.mark.extended),
+        pytest.param("falcon", "fp8", marks=pytest.mark.extended),
+    ],
+)
+@torch.inference_mode()
+def test_weights_are_quantized_again_in_their_memory(
+    family: str, kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gate and up interleaved, experts, and latents whose projection is dequantized; after
+    sleep at level 2, and with layers on the host."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 2048)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
+    first, second = (
+        tiny_model(family, tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)
+    )
+    models = [
+        Bound(
+            folder, kernels=True, quantization=kind,
+            offload=Offload(1, CpuTransfers()) if place == "host" else None,
+        ).model
+        for folder in (first, second)
+    ]  # fmt: skip
+    ours = models[0]
+    if place == "asleep":
+        memory = memory_of_host(monkeypatch)
+        memory.take_weights([ours])
+        memory.begin_service()
+    addresses = [each.data_ptr() for each in weights_of(ours)]
+    if place == "asleep":
+        memory.sleep(WeightUpdate(ours).release())
+        memory.wake_up(["weights"])
+    update = WeightUpdate(ours)
+    if place == "host":
+        for each in load_file(second / "model.safetensors").items():
+            update.take([each])
+        update.finish()
+        hosts = [[each.host for each in model.offloaded._layers] for model in models]
+        assert all(map(torch.equal, *hosts))
+    else:
+        update.read(second)
+        pairs = zip(*map(weights_of, models), strict=True)
+        assert all(torch.equal(found.float(), wanted.float()) for found, wanted in pairs)
+    assert addresses == [each.data_ptr() for each in weights_of(ours)]
+
+
+def weights_of(model: Any) -> list[torch.Tensor]:
+    return [each for each in find_tensors(form.layer for form in model.forms) if each.numel()]
 
 
 @pytest.mark.extended

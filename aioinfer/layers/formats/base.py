@@ -161,8 +161,8 @@ class Weight(ABC):
 
     def begin_reload(self) -> None:
         """Prepares a weight that was finalized for `weight_shards` and `finalize` to be called
-        again. On a GPU, where graphs refer to it, its memory stays the same. Of weights that are
-        not quantized alone."""
+        again. On a GPU, where graphs refer to it, its memory stays the same. Of weights alone that
+        the checkpoint has in 16 or 32 bits."""
         raise NotImplementedError
 
     def input_format(self, rows: int) -> InputFormat | None:

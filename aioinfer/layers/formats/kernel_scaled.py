@@ -89,10 +89,15 @@ class KernelScaledWeight(ScaledWeight):
         values, rows = self.values, self.scale_rows()
         if self.row_order is not None:
             order = self.row_order.to(values.device)
-            values = values.view(torch.uint8)[order].view(values.dtype)
+            stored = values.view(torch.uint8)
+            stored.copy_(stored[order])
             rows = rows[order]
         run = _common_run(rows)
         scales = self.scales[rows[::run]].view(-(-self._out // run), -1).contiguous()
+        if self._loaded is not None:  # again, in the same memory
+            self._loaded.scales.copy_(scales)
+            self.release()
+            return
         counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=values.device)
         self._loaded = ScaledMatrix(values, scales, run, counters, _is_paired(rows, run))
         if self._scheme.inputs != "none":
@@ -100,6 +105,10 @@ class KernelScaledWeight(ScaledWeight):
             is_grouped = self._scheme.block is not None and static is None
             self._format = InputFormat(DTYPES[self._scheme.kind], is_grouped, static)
         self.release()
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self._make_room(None if self._loaded is None else self._loaded.values)
 
     @property
     def held_bytes(self) -> int:

@@ -63,10 +63,15 @@ class QuantizedWeight(Weight):
         """Drops the loaded tensors: `finalize` has prepared the tensors for the products."""
 
     def finalize(self) -> None:
-        """Dequantizes the weight, in the backend's dtype."""
+        """Dequantizes the weight, in the backend's dtype; one that is loaded again goes into the
+        memory that `begin_reload` of the dense one has prepared."""
         weight = self.dequantized().to(self._backend.dtype)
         self.release()
-        self._use(make_dense(self._sources, self._columns, self._backend, weight))
+        if self._dense is None:
+            self._use(make_dense(self._sources, self._columns, self._backend, weight))
+        else:
+            self._dense.loaded.copy_(weight)
+            self._dense.finalize()
 
     def _use(self, dense: DenseWeight) -> None:
         """Computes with a dense weight from now on, which this finalizes."""

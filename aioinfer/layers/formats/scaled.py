@@ -52,16 +52,20 @@ class ScaledWeight(QuantizedWeight):
     ):
         super().__init__(sources, columns, backend)
         self._scheme = scheme
-        device = backend.device
-        if values is None:
-            dtype = DTYPES[scheme.kind]
-            values = torch.empty(self._out, columns.size, dtype=dtype, device=device)
-        self.values = values
         self._block_rows = [_covered(source.rows, scheme.block, 0) for source in sources]
+        self._make_room(values)
+        self._input_scales = torch.zeros(len(sources), device=backend.device)
+
+    def _make_room(self, values: torch.Tensor | None) -> None:
+        """Makes the tensors to load into; `values` as given to the class."""
+        scheme, device = self._scheme, self._backend.device
+        if values is None:
+            shape = self._out, self._columns.size
+            values = torch.empty(shape, dtype=DTYPES[scheme.kind], device=device)
+        self.values = values
         rows = sum(covered.size for covered in self._block_rows)
-        shape = (rows,) if scheme.block is None else (rows, self._block_columns.size)
-        self.scales = torch.ones(shape, device=device)
-        self._input_scales = torch.zeros(len(sources), device=device)
+        blocks = () if scheme.block is None else (self._block_columns.size,)
+        self.scales = torch.ones(rows, *blocks, device=device)
 
     @property
     def _block_columns(self) -> Shard:
@@ -135,6 +139,12 @@ class ScaledWeight(QuantizedWeight):
     def release(self) -> None:
         """See `QuantizedWeight.release`."""
         del self.values, self.scales
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        if self._dense is not None:
+            self._dense.begin_reload()
+        self._make_room(None)
 
 
 def quantize_rows(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

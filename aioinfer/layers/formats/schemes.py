@@ -121,6 +121,12 @@ class Quantization:
         return f"{self.name}: {', '.join(texts)}" if texts else self.name
 
     @property
+    def is_online(self) -> bool:
+        """Whether the checkpoint has no quantized weights: those that are, are so by loading."""
+        schemes = [scheme for _, scheme in self.groups]
+        return all(isinstance(each, ScaledScheme) and each.is_online for each in schemes)
+
+    @property
     def has_affine(self) -> bool:
         """Whether some modules have an `AffineScheme`."""
         return any(isinstance(scheme, AffineScheme) for _, scheme in self.groups)
