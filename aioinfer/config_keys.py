@@ -136,15 +136,19 @@ def _check_bounds(dotted: str, value: Any, bounds: Mapping[str, Any]) -> None:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean ...?)" with the known name nearest to `wrong`, or nothing."""
-    known = list(known)
-    found = difflib.get_close_matches(wrong, known, n=1, cutoff=0.0)
-    by_last = difflib.get_close_matches(
-        wrong.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1, cutoff=0.75
-    )
-    if by_last:  # the key is right and the section wrong, or nearly so
-        found = [k for k in known if k.rpartition(".")[2] == by_last[0]]
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    """Returns " (did you mean ...?)" with the known name nearest to `wrong`, or nothing if none is
+    near. The last parts of dotted names are compared, first with those of all sections: the section
+    may be what is wrong. A name of the same section may be less near."""
+    names = list(known)
+    section, _, last = wrong.rpartition(".")
+    within = [name for name in names if name.rpartition(".")[0] == section]
+    for candidates, cutoff in ((names, 0.75), (within, 0.6)):
+        by_last: dict[str, str] = {}
+        for name in candidates:
+            by_last.setdefault(name.rpartition(".")[2], name)
+        if found := difflib.get_close_matches(last, by_last, n=1, cutoff=cutoff):
+            return f" (did you mean {by_last[found[0]]!r}?)"
+    return ""
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -192,6 +192,10 @@ def test_models_do_not_share_a_place(tmp_path: Path) -> None:
         ("model.max_num_seqs=1", r"did you mean 'scheduler\.max_num_seqs'"),
         ("cache.gpu_memory_utilisation=0.5", r"did you mean 'cache\.gpu_memory_utilization'"),
         ("schduler.policy=fcfs", r"unknown section 'schduler' \(did you mean 'scheduler'\?\)"),
+        # nothing is near
+        ("server.qwertz=1", r"unknown key 'server\.qwertz'$"),
+        ("server.limits.xyzzy=1", r"unknown key 'server\.limits\.xyzzy'$"),
+        ("zz.qq=1", r"unknown section 'zz'$"),
         ("sampling.top_p=1", r"unknown section 'sampling' \(did you mean 'model\.sampling'\?\)"),
         ("model.sampling.topp=1", r"did you mean 'model\.sampling\.top_p'"),
         ("server.limits.tokens_per_minute=x", r"tokens_per_minute must be integer, not 'x'"),
