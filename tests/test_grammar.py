@@ -61,6 +61,8 @@ def follows(compiler: GrammarCompiler, tokenizer: Tokenizer, spec: GrammarSpec, 
         ("json_schema", json.dumps(PERSON), ['{"name": "Bo", "age": 3}', '{"name":"é","age":-1}'],
          ['{"age": 3, "name": "Bo"}', '{"name": "Bo"}', '{"name": 3, "age": 3}', "{}"]),
         ("json_schema", "true", ["1", '"x"'], ["x"]),
+        # what the schema leaves open is closed
+        ("json_schema", '{"properties": {"a": {}}}', ['{"a":1}', "{}", "2"], ['{"a":1,"b":2}']),
         ("regex", r"[ab]{2,3}|ü\d+", ["ab", "bbb", "ü12"], ["a", "abab", "ü", "xab"]),
         ("choice", '["yes", "no", "not \\"sure\\"\\n", "ü😀"]',
          ["yes", "no", 'not "sure"\n', "ü😀"], ["ye", "nope", "not"]),

@@ -134,10 +134,8 @@ def _allowed(
 async def settle_schemas(frontend: Frontend, use: ToolUse) -> ToolUse:
     """Returns the tools with the schemas that their calls will follow.
 
-    The schema of an object is closed: a call with arguments that the function does not name fits
-    the open one as well, and models that may add some do not stop. A schema that cannot be enforced
-    is an error where a call is required or the function is strict; else its calls may have any
-    arguments, as with `"strict": false`.
+    A schema that cannot be enforced is an error where a call is required or the function is strict;
+    else its calls may have any arguments, as with `"strict": false`.
 
     Raises `RequestError` naming the place of the schema.
     """
@@ -145,7 +143,7 @@ async def settle_schemas(frontend: Frontend, use: ToolUse) -> ToolUse:
         return use
     settled = []
     for tool in use.tools:
-        schema: Mapping[str, Any] = _closed(tool.get("parameters") or _NO_ARGUMENTS)
+        schema: Mapping[str, Any] = {"type": "object"} | (tool.get("parameters") or _NO_ARGUMENTS)
         if use.choice == "auto" and tool.get("strict") is False:
             schema = _ANY_OBJECT
         elif use.choice != "named" or tool["name"] == use.name:
@@ -158,14 +156,6 @@ async def settle_schemas(frontend: Frontend, use: ToolUse) -> ToolUse:
                 schema = _ANY_OBJECT
         settled.append({**tool, "parameters": schema})
     return ToolUse(tuple(settled), use.choice, use.name, use.parallel)
-
-
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    schema = {"type": "object"} | dict(schema)
-    alternatives = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if"}
-    if "properties" in schema and not alternatives & schema.keys():
-        schema.setdefault("additionalProperties", False)
-    return schema
 
 
 async def _check(frontend: Frontend, schema: Mapping[str, Any], place: str) -> None:

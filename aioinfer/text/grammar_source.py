@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.json_schema import MAX_PATTERN_CHARS, check_schema
+from aioinfer.text.schema_closing import close_objects
 from aioinfer.text.schema_rewriting import rewrite
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def _check_pattern(pattern: str, what: str) -> None:
 
 
 def _schema(value: Any) -> Any:
-    """Returns a schema, checked and rewritten for llguidance."""
+    """Returns a schema, checked, rewritten for llguidance, and with closed objects."""
     schema = check_schema(value)
-    rewritten = rewrite(schema)
+    rewritten = close_objects(rewrite(schema))
     return rewritten if rewritten is schema else check_schema(rewritten)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aioinfer.text.schema_closing import close_objects
 from aioinfer.text.schema_rewriting import rewrite
 
 #: Between the tokens of JSON: a model that may write endless white space sooner or later does.
@@ -121,7 +122,7 @@ class Lark:
         if not isinstance(schema, Mapping):
             schema = {} if schema else {"enum": []}
         options = {**schema, "x-guidance": _WHITESPACE}
-        return f"%json {json.dumps(rewrite(options))} "
+        return f"%json {json.dumps(close_objects(rewrite(options)))} "
 
     def json(self, value: Any) -> str:
         """Returns the JSON of a value as models write it."""
