@@ -156,6 +156,17 @@ async def test_items_of_the_input(client: openai.AsyncOpenAI) -> None:
     ]  # fmt: skip
     assert page.data[0].content[0].text == CALL["input"]  # type: ignore[union-attr]
     assert page.data[1].id == call.id
+    # references to stored items stand for them, as Vercel's `ai` sends a history
+    referring: Any = [{"type": "item_reference", "id": page.data[0].id}, {"id": call.id}]
+    referred = await client.responses.create(**USUAL, input=[*referring, result, system])
+    assert referred.output_text == second.output_text
+    assert referred.usage
+    assert second.usage
+    assert referred.usage.input_tokens == second.usage.input_tokens
+    unknown: Any = [system, {"type": "item_reference", "id": "msg_none"}]
+    with pytest.raises(openai.NotFoundError, match="no item 'msg_none'") as failed:
+        await client.responses.create(**USUAL, input=unknown)
+    assert failed.value.param == "input[1].id"
     pages = [i.id async for i in client.responses.input_items.list(second.id, limit=1)]
     assert pages == [item.id for item in reversed(page.data)]
     after = await client.responses.input_items.list(second.id, after=pages[1], limit=1)
@@ -325,7 +336,7 @@ async def test_conversations_are_kept_unless_not_wanted(client: openai.AsyncOpen
         ({"input": []}, "input"),
         ({"background": True, "store": False}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"max_output_tokens": 9999}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),

@@ -121,10 +121,10 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         not fit. Raises `RequestError` also if an object is not stored that the body names."""
         frontend, body = self.frontend, self.body
         before = self._items_before()
-        given = body.input if isinstance(body.input, list) else []
+        given = self._referred(body.input) if isinstance(body.input, list) else body.input
         self._new_items = await converted(
-            len(before) + count_parts(item.content for item in given),
-            lambda: input_items(body.input, {item.id for item in before}),
+            len(before) + count_parts(i.content for i in given or () if isinstance(i, Item)),
+            lambda: input_items(given, {item.id for item in before}),
         )
         self.items = items = [*before, *self._new_items]
         if body.truncation != "auto":
@@ -152,6 +152,29 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             )
         previous = store.find(owner, "response", id, "previous_response_id")
         return [*previous.items, *output_items(previous.body)]
+
+    def _referred(self, given: list[Item]) -> list[Item]:
+        """Returns items with stored ones in the places of references to them."""
+        missing = {item.id for item in given if item.is_reference}
+        if not missing:
+            return given
+        store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
+        found: dict[str | UnsetType | None, Item] = {}
+        for record in (*store.all_of(owner, "response"), *store.all_of(owner, "conversation")):
+            output = output_items(record.body) if isinstance(record.body, Response) else ()
+            new = {item.id: item for item in (*record.items, *output) if item.id in missing}
+            found |= new
+            missing -= new.keys()
+            if not missing:
+                return [found[item.id] if item.is_reference else item for item in given]
+        index = next(index for index, item in enumerate(given) if item.id in missing)
+        raise RequestError(
+            f"there is no item {str(given[index].id)[:80]!r}, or no longer; items are stored with "
+            "responses that have `store`, and with conversations",
+            param=f"input[{index}].id",
+            status=404,
+            code="not_found",
+        )
 
     async def _encode(
         self, items: Sequence[Item], use: ToolUse, *, max_tokens: int | None = None

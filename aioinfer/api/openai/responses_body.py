@@ -80,6 +80,12 @@ class Item(Struct, kw_only=True):
     arguments: Text = UNSET
     output: Content = UNSET
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for a stored item, of which it has the id alone."""
+        is_bare = self.type == "message" and self.role is UNSET and self.content is UNSET
+        return isinstance(self.id, str) and (is_bare or self.type == "item_reference")
+
 
 class FunctionTool(Struct, kw_only=True):
     """A function that the model may call; tools that OpenAI's servers run are not supported."""
@@ -171,7 +177,9 @@ class ResponseRequest(SamplingFields, kw_only=True):
             raise FieldError("input", f"is {what}")
         self.tool_use()
         self.sampling_fields()
-        input_items(self.input)
+        if isinstance(given := self.input, list):  # what references stand for has been checked
+            given = [Item(role="user", content="") if i.is_reference else i for i in given]
+        input_items(given)
 
     @property
     def conversation_id(self) -> str | None:
