@@ -274,7 +274,8 @@ class Gateway:
                     raise NotReadyError("no replica is ready")
                 return json_response({"status": "ok", "replicas": len(self.router)})
             case "/metrics/targets":
-                return json_response(self._members.targets())
+                both = filter(None, (self._members, self._prefill_members))
+                return json_response([target for each in both for target in each.targets()])
             case "/metrics":
                 return web.Response(
                     body=generate_latest(self.metrics.registry),

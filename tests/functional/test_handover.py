@@ -233,6 +233,10 @@ async def test_the_command(folder: Path) -> None:
             async with aiohttp.ClientSession(ready.split()[-1]) as http:
                 url = found.decode.address.url
                 assert await complete(http, PROMPTS[0], url) == expected
+                async with http.get("/metrics/targets") as response:
+                    targets = await response.json()
+                expected_urls = [url, found.prefill.address.url]
+                assert [each["labels"]["replica"] for each in targets] == expected_urls
             process.terminate()
             assert await process.wait() == 0
         finally:
