@@ -34,6 +34,7 @@ from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.memory import report_shortage
+from aioinfer.worker.pinned_memory import pin, unpin
 
 #: Bytes of one of the two staging buffers of a GPU, or a block if that is larger.
 _STAGING_BYTES = 32 << 20
@@ -146,24 +147,6 @@ class HostBlocks:
 def _close_all(descriptors: Sequence[int]) -> None:
     for fd in descriptors:
         os.close(fd)
-
-
-def pin(memory: torch.Tensor) -> None:
-    """Pins memory as it is. (torch's own allocator rounds up to a power of two.)"""
-    memory.zero_()  # by several threads: else the driver touches the pages one by one
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(error) != 0:
-        raise RuntimeError(f"cannot allocate memory: pinning {memory.nbytes} bytes fails: {error}")
-
-
-def unpin(addresses: Sequence[int], device: torch.device) -> None:
-    """Ends the pinning of memory that is about to be freed: else what the process allocates at
-    these addresses later would count as pinned, and copies would read the pages before."""
-    if addresses:
-        torch.cuda.synchronize(device)
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def make_host_blocks(kv: KVTensors, memory: int, *, shared: bool = False) -> HostBlocks:

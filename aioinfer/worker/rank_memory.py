@@ -28,8 +28,8 @@ import torch
 
 from aioinfer.errors import WorkerCallError
 from aioinfer.layers.tensor_memory import find_tensors, group_by_storage, move_tensors, padded
-from aioinfer.worker.host_blocks import pin, unpin
 from aioinfer.worker.memory import make_kv
+from aioinfer.worker.pinned_memory import pin, unpin
 from aioinfer.worker.virtual_memory import CHUNK_BYTES, VirtualMemory
 
 #: What may sleep and wake by itself, in the order of waking.

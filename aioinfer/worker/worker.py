@@ -46,6 +46,7 @@ from aioinfer.worker.memory import (
     report_shortage,
 )
 from aioinfer.worker.peers import Peers
+from aioinfer.worker.pinned_memory import GpuTransfers
 from aioinfer.worker.rank_memory import make_rank_memory
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.selection import (
@@ -309,8 +310,6 @@ class Worker(CalledWorker):
         """Returns the copies of offloaded weights. Raises `ConfigError` on a CPU."""
         if self.device.type == "cpu":
             raise ConfigError("model.offload_gb: on a CPU all weights are in memory of the host")
-        from aioinfer.worker.weight_transfers import GpuTransfers
-
         return GpuTransfers(self.device)
 
     def _make_adapters(self, dtype: torch.dtype) -> AdapterSlots | None:
