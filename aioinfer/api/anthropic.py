@@ -16,12 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import frontend_of
 from aioinfer.api.generation import MessageDialect, named_event
-from aioinfer.api.messages import (
-    TemplateContent,
-    converted,
-    count_parts,
-    template_content,
-)
+from aioinfer.api.messages import TemplateContent, converted, count_parts, template_content
 from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
@@ -467,10 +462,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def _message(self, content: list[ReplyBlock], num_tokens: int) -> MessageReply:
         return MessageReply(
-            id=self.id,
-            model=self.model_name,
-            content=content,
-            usage=self._usage(num_tokens),
+            id=self.id, model=self.model_name, content=content, usage=self._usage(num_tokens)
         )
 
     def _usage(self, num_tokens: int) -> MessageUsage:

@@ -19,15 +19,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from aioinfer.errors import (
-    EngineDeadError,
-    GenerationError,
-    NotReadyError,
-    OverloadedError,
-    RateLimitError,
-    RequestError,
-    WorkerCallError,
-)
+from aioinfer import errors
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +188,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     engine knows."""
     try:
         yield
-    except RequestError as error:
+    except errors.RequestError as error:
         known, name = error.param or "", names.get(error.param or "")
         if name is not None:
             error.param = name
@@ -220,12 +212,12 @@ def describe(error: Exception) -> tuple[int, ErrorReply]:
     neither logged nor shown.
     """
     match error:
-        case RequestError():
+        case errors.RequestError():
             body = error_body(error.status, error.message, param=error.param, code=error.code)
-            if isinstance(error, RateLimitError):
+            if isinstance(error, errors.RateLimitError):
                 body.error.type = error.kind  # as OpenAI has it
             return error.status, body
-        case EngineDeadError() | GenerationError() | WorkerCallError():
+        case errors.EngineDeadError() | errors.GenerationError() | errors.WorkerCallError():
             return error.status, error_body(error.status, str(error), code=error.code)
         case web.HTTPRequestEntityTooLarge():
             return 413, error_body(413, "the body is too large", code="request_too_large")
@@ -271,7 +263,7 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         return error_response(error, local_path(request))
 
 
-def _unknown_path(request: web.Request) -> RequestError:
+def _unknown_path(request: web.Request) -> errors.RequestError:
     """Returns the error that answers a path at which there is nothing, with the one that was meant
     where it is clear: a missing or a doubled `/v1`, further slashes, capital letters."""
     prefix = request.app[PREFIX]()
@@ -285,7 +277,7 @@ def _unknown_path(request: web.Request) -> RequestError:
         bare = bare.removeprefix("/v1")
     near = [known[name] for name in (path, f"/v1{bare}", bare) if name in known and name != "/"]
     hint = f"; did you mean {near[0]}?" if near else ""
-    return RequestError(
+    return errors.RequestError(
         f"there is nothing at the path {shorten(request.path)}{hint}", status=404, code="not_found"
     )
 
@@ -297,7 +289,7 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     response = json_response(shown, status=status, headers=_headers(status, error))
     if code := body.error.code:
         response[ERROR_CODE] = code
-    logged = error.logged if isinstance(error, RequestError) else body.error.message
+    logged = error.logged if isinstance(error, errors.RequestError) else body.error.message
     response[ERROR_REASON] = shorten(logged)
     return response
 
@@ -306,7 +298,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
     """Returns the headers that tell a client what to do about an error."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return {"Allow": error.headers["Allow"]}
-    if isinstance(error, OverloadedError | NotReadyError | RateLimitError):
+    if isinstance(error, errors.OverloadedError | errors.NotReadyError | errors.RateLimitError):
         return {"Retry-After": str(error.retry_after_s)}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 

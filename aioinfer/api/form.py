@@ -32,10 +32,7 @@ async def receive_form(
     page that may not send one, and a client that is too slow.
     """
     if request.content_type != "multipart/form-data":
-        raise RequestError(
-            "the Content-Type must be multipart/form-data",
-            status=415,
-        )
+        raise RequestError("the Content-Type must be multipart/form-data", status=415)
     _check_origin(request)
     if "boundary" not in request.headers.get("Content-Type", ""):
         raise RequestError("the Content-Type has no boundary", param="file")

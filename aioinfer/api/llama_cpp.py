@@ -18,6 +18,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
+from aioinfer.api import protocol
 from aioinfer.api.context import encode, frontend_of
 from aioinfer.api.generation import (
     ChoiceWriter,
@@ -32,17 +33,6 @@ from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import PoolingDialect, numbers_json
 from aioinfer.api.openai.pooling_bodies import PoolingBody
 from aioinfer.api.prompts import encode_prompt
-from aioinfer.api.protocol import (
-    ChatRequest,
-    CommonSampling,
-    Int32,
-    Prompt,
-    Prompts,
-    check_prompts,
-    is_single,
-    split_prompts,
-    template_options,
-)
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.engine.frontend import Frontend
@@ -65,7 +55,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 StopType = Literal["none", "eos", "limit", "word"]
 
 
-class LlamaCompletion(CommonSampling, kw_only=True):
+class LlamaCompletion(protocol.CommonSampling, kw_only=True):
     """`POST /completion`.
 
     Fields of methods that are not supported (`dry_multiplier`, `mirostat`, `xtc_probability` and
@@ -79,10 +69,10 @@ class LlamaCompletion(CommonSampling, kw_only=True):
         "logit_bias": "",
     }  # fmt: skip
 
-    prompt: Prompts
-    n_predict: Int32 | None = None
+    prompt: protocol.Prompts
+    n_predict: protocol.Int32 | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: Int32 | None = None
+    repeat_last_n: protocol.Int32 | None = None
     logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
     n_probs: Annotated[int, Meta(ge=0, le=MAX_SORTED_LOGPROBS)] | None = None
     grammar: str | None = None
@@ -98,7 +88,7 @@ class LlamaCompletion(CommonSampling, kw_only=True):
             raise FieldError(
                 "repeat_last_n", "must be -1 or 0: penalties count all of the text, or are off"
             )
-        check_prompts(self.prompt, "prompt")
+        protocol.check_prompts(self.prompt, "prompt")
 
     @property
     def num_prompts(self) -> int:
@@ -110,9 +100,9 @@ class LlamaCompletion(CommonSampling, kw_only=True):
         """The length of the output in tokens; None for as much as fits."""
         return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[protocol.Prompt]:
         """Returns the prompts one by one."""
-        return split_prompts(self.prompt)
+        return protocol.split_prompts(self.prompt)
 
     def grammars(self) -> list[GrammarSpec]:
         """See `GenerationBody.grammars`."""
@@ -158,15 +148,15 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
 
     token_field: ClassVar[str] = "content"
 
-    content: Prompts | None = None
-    input: Prompts | None = None
+    content: protocol.Prompts | None = None
+    input: protocol.Prompts | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
         super().check()
         if (self.content is None) == (self.input is None):
             raise RequestError("either content or input must be given", param="content")
-        check_prompts(getattr(self, self.field), self.field)
+        protocol.check_prompts(getattr(self, self.field), self.field)
 
     @property
     def field(self) -> str:
@@ -178,9 +168,9 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
         """See `PromptsBody.num_prompts`."""
         return len(self.inputs())
 
-    def inputs(self) -> list[Prompt]:
+    def inputs(self) -> list[protocol.Prompt]:
         """Returns the inputs one by one."""
-        return split_prompts(getattr(self, self.field))
+        return protocol.split_prompts(getattr(self, self.field))
 
 
 class LlamaBias(Struct, kw_only=True):
@@ -239,17 +229,13 @@ class LlamaToken(Struct, kw_only=True):
     completion_probabilities: list[LlamaScored] | UnsetType = UNSET
 
 
-class LlamaReply(Struct, kw_only=True):
+class LlamaReply(LlamaToken, kw_only=True):
     """The reply of `/completion`. It is the last event of a stream, without the text."""
 
-    index: int
     content: str = ""
     tokens: list[int] = []
-    id_slot: int = -1
     stop: bool = True
     model: str
-    tokens_predicted: int
-    tokens_evaluated: int
     generation_settings: LlamaSettings
     prompt: str
     has_new_line: bool = False
@@ -258,7 +244,6 @@ class LlamaReply(Struct, kw_only=True):
     stopping_word: str
     tokens_cached: int
     timings: Timings
-    completion_probabilities: list[LlamaScored] | UnsetType = UNSET
 
 
 class LlamaVectors(Struct, kw_only=True):
@@ -335,11 +320,11 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
         return LlamaVectors(index=index, embedding=written)
 
 
-async def apply_template(request: web.Request, body: ChatRequest) -> web.Response:
+async def apply_template(request: web.Request, body: protocol.ChatRequest) -> web.Response:
     """Returns the prompt that the chat template makes of a conversation, as text."""
     frontend = frontend_of(request)
     tokenizer = frontend.require_tokenizer("messages")
-    messages, options = await template_messages(body.messages), template_options(body)
+    messages, options = await template_messages(body.messages), protocol.template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
     shown = for_template(shown)
@@ -440,7 +425,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
             if self.body.return_tokens:
                 reply.tokens = delta.token_ids
             found.append(reply)
-        return found[0] if is_single(self.body.prompt) else found
+        return found[0] if protocol.is_single(self.body.prompt) else found
 
     def reply(self, output: RequestOutput, index: int, num_tokens: int, last: Delta) -> LlamaReply:
         """Returns the reply to a prompt, without its text and what is known of it.

@@ -20,11 +20,7 @@ from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
-from aioinfer.api.messages import (
-    TemplateContent,
-    converted,
-    template_content,
-)
+from aioinfer.api.messages import TemplateContent, converted, template_content
 from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64, Parameters
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files

@@ -18,42 +18,17 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import HttpVersion10, HttpVersion11, web
 from yarl import URL
 
-from aioinfer.api import routes
+from aioinfer.api import context, errors, routes
 from aioinfer.api.admin import info, page
 from aioinfer.api.admin.control import mark_version
 from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
 from aioinfer.api.batch.store import FILES, OBJECT_STORE, FileStore, ObjectStore
-from aioinfer.api.context import (
-    FINGERPRINTS,
-    MODELS,
-    REQUEST_BODIES,
-    STARTED,
-    RequestBodies,
-    largest_body,
-)
-from aioinfer.api.errors import (
-    SERVER_NAME,
-    Handler,
-    error_response,
-    json_errors,
-    json_response,
-)
 from aioinfer.api.event_stream import GatewayAccess
+from aioinfer.api.http import limits
 from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
-from aioinfer.api.http.limits import (
-    ACCOUNT,
-    ACCOUNTS,
-    MONITORING_PATHS,
-    OPEN_PATHS,
-    RATE_HEADERS,
-    RATE_LIMITER,
-    Accounts,
-    RateLimiter,
-    require_key,
-)
 from aioinfer.api.http.listener import Listener
 from aioinfer.api.http.logs import REQUEST_ID_HEADER, RequestLog, request_id
 from aioinfer.api.openai.responses import add_responses
@@ -73,7 +48,7 @@ _LAST_EVENTS_S = 0.5
 #: that come over them are answered 503, where a closed connection would be reset.
 _LAST_REQUESTS_S = 1.0
 #: Response headers that a script of another origin may read.
-_EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
+_EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *limits.RATE_HEADERS))
 #: Seconds for which a browser may remember the answer to a preflight.
 _PREFLIGHT_AGE_S = 600
 
@@ -111,16 +86,16 @@ class HttpServer:
         # in another application there are no connections of its own
         connections = self._connections or ConnectionServer(self._handle, self._make_request)
         longest = max(each.max_model_len for each in models)
-        cors, max_bytes = Cors(self._config.cors_origins), largest_body(longest)
+        cors, max_bytes = Cors(self._config.cors_origins), context.largest_body(longest)
         log = RequestLog(self._whole_config, self._tracing.trace if self._tracing else None)
         app = web.Application(
             middlewares=[
                 *([] if self._gateways is None else [self._gateways.accept]),
                 self._count,
                 log.record,
-                json_errors,
+                errors.json_errors,
                 cors.answer_preflight,
-                require_key,
+                limits.require_key,
                 bound_time,
             ],
             client_max_size=max_bytes,
@@ -129,19 +104,19 @@ class HttpServer:
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(mark_version)
         app.on_response_prepare.append(cors.mark_response)
-        app[MODELS] = models
-        app[ACCOUNTS] = self._accounts
-        app[OPEN_PATHS] = MONITORING_PATHS | page.PAGE_PATHS
+        app[context.MODELS] = models
+        app[limits.ACCOUNTS] = self._accounts
+        app[limits.OPEN_PATHS] = limits.MONITORING_PATHS | page.PAGE_PATHS
         named = {each.config.served_model_names[0]: each for each in models}
         app[ADMISSION] = {name: AdmissionControl(each) for name, each in named.items()}
-        app[RATE_LIMITER] = RateLimiter()
+        app[limits.RATE_LIMITER] = limits.RateLimiter()
         app[OBJECT_STORE] = ObjectStore()
         add_responses(app)
         app[CONNECTIONS] = connections
-        app[REQUEST_BODIES] = RequestBodies(connections.counts, max_bytes)
+        app[context.REQUEST_BODIES] = context.RequestBodies(connections.counts, max_bytes)
         app[READINESS] = self._readiness
-        app[STARTED] = int(time.time())
-        app[FINGERPRINTS] = {name: info.fingerprint(each) for name, each in named.items()}
+        app[context.STARTED] = int(time.time())
+        app[context.FINGERPRINTS] = {name: info.fingerprint(each) for name, each in named.items()}
         app[FILES] = self._files
         batches.add_batches(app)
         routes.add_routes(app)
@@ -164,11 +139,11 @@ class HttpServer:
             if request.method == "GET" and path in page.HANDLERS:
                 response = await page.HANDLERS[path](request)
             elif request.path == "/health/live":
-                response = json_response(await info.live(request))
+                response = errors.json_response(await info.live(request))
             else:
                 raise NotReadyError(f"the server is starting{self._progress}")
         except RequestError as error:
-            response = error_response(error)
+            response = errors.error_response(error)
             if self._connections is not None and not isinstance(error, NotReadyError):
                 self._connections.refused.count(f"({error.code}) from {request.remote}")
         await mark_response(request, response)
@@ -208,13 +183,13 @@ class HttpServer:
         return message._replace(path=rest, url=URL(rest, encoded=True))
 
     @web.middleware
-    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _count(self, request: web.Request, handler: errors.Handler) -> web.StreamResponse:
         """Counts the requests that are being handled, for `drain`; while that waits, new requests
         on connections that are open still are refused."""
         response: web.StreamResponse
         with self._handling:
             if self._draining and request.path != "/health/live":
-                response = error_response(NotReadyError("the server is shutting down"))
+                response = errors.error_response(NotReadyError("the server is shutting down"))
             else:
                 response = await handler(request)
             if self._draining:
@@ -243,7 +218,7 @@ class HttpServer:
     async def open_files(self) -> None:
         """Reads the API keys, and takes the folder of files. Raises `ConfigError`."""
         keys = await asyncio.to_thread(ApiKeys.load, self._config)
-        self._accounts = Accounts(keys)
+        self._accounts = limits.Accounts(keys)
         self._files = await asyncio.to_thread(FileStore.open, self._config)
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
@@ -286,7 +261,7 @@ class HttpServer:
         self.leave()
         self._draining = True
         if self._application is not None:
-            await self._application.app[MODELS].end_pauses()
+            await self._application.app[context.MODELS].end_pauses()
             await page.end_live_streams(self._application.app)
             if (under_way := self._application.app[batches.BATCHES]) is not None:
                 await under_way.stop(self._application.app)
@@ -331,7 +306,9 @@ class Cors:
         return origin if origin in self._origins else None
 
     @web.middleware
-    async def answer_preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer_preflight(
+        self, request: web.Request, handler: errors.Handler
+    ) -> web.StreamResponse:
         """Answers the preflight request that a browser sends before another site's request; it
         carries no key."""
         is_preflight = (
@@ -365,8 +342,8 @@ async def mark_response(request: web.BaseRequest, response: web.StreamResponse) 
     """Sends the request's id back with a response, the server's name, and the state of the key's
     limits with a response to a POST request."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)
-    response.headers["Server"] = SERVER_NAME  # instead of aiohttp's and Python's versions
-    account = request.get(ACCOUNT)
+    response.headers["Server"] = errors.SERVER_NAME  # instead of aiohttp's and Python's versions
+    account = request.get(limits.ACCOUNT)
     if account is not None and request.method == "POST":
         response.headers.update(account.headers())
 

@@ -26,13 +26,7 @@ from typing import Any, NoReturn
 
 from aiohttp import StreamReader, http_exceptions, web
 
-from aioinfer.api.errors import (
-    ERROR_CODE,
-    SERVER_NAME,
-    error_body,
-    error_response,
-    raw_response,
-)
+from aioinfer.api.errors import ERROR_CODE, SERVER_NAME, error_body, error_response, raw_response
 from aioinfer.process_log import LimitedLog
 
 #: A connection that has waited for less than this is not closed to make room for another.

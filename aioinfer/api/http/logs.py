@@ -88,9 +88,7 @@ class RequestRecord:
         names = ("arrived", "queued", "scheduled", "first_token")
         last = max(times.last_token for times in found)
         return RequestTimes(
-            **{name: first(name) for name in names},
-            prompt_tokens=0,
-            last_token=last,
+            **{name: first(name) for name in names}, prompt_tokens=0, last_token=last
         )
 
 

@@ -64,8 +64,7 @@ class Tracing:
         self._model = config.served_model_names[0]  # of requests that end before they name one
         name = OTELResourceDetector().detect().attributes.get("service.name", "aioinfer")
         self._exporter = OTLPSpanExporter(
-            endpoint=_traces_url(config.tracing.endpoint or ""),
-            timeout=_EXPORT_TIMEOUT_S,
+            endpoint=_traces_url(config.tracing.endpoint or ""), timeout=_EXPORT_TIMEOUT_S
         )
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": name, "service.version": __version__}),

@@ -15,12 +15,7 @@ from msgspec.structs import asdict, replace
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import (
-    ContentPart,
-    Message,
-    converted,
-    count_parts,
-)
+from aioinfer.api.messages import ContentPart, Message, converted, count_parts
 from aioinfer.api.openai.chunks import (
     Choice,
     ChunkChoice,
@@ -32,12 +27,7 @@ from aioinfer.api.openai.chunks import (
 )
 from aioinfer.api.prompts import chat_prompt
 from aioinfer.api.protocol import ChatRequest
-from aioinfer.engine.chat_turn import (
-    make_parser,
-    new_call_id,
-    num_thought_tokens,
-    parse_message,
-)
+from aioinfer.engine.chat_turn import make_parser, new_call_id, num_thought_tokens, parse_message
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.text.message_parser import MessageDelta, ToolUse

@@ -8,35 +8,23 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from aioinfer.api import protocol
 from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.messages import Message
-from aioinfer.api.protocol import (
-    Count,
-    Ignored,
-    Int32,
-    Length,
-    Prompt,
-    Prompts,
-    PromptsBody,
-    check_messages,
-    check_prompts,
-    check_truncation,
-    split_prompts,
-)
 from aioinfer.errors import FieldError, RequestError
 
 
-class PoolingBody(PromptsBody, kw_only=True):
+class PoolingBody(protocol.PromptsBody, kw_only=True):
     """Base class of the bodies of pooling requests. `truncate_prompt_tokens` keeps the end of a
     text, as in vLLM, unless `truncation_side` is "right"."""
 
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int32 | None = None
+    truncate_prompt_tokens: protocol.Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
-    user: Ignored = None
+    user: protocol.Ignored = None
 
     def check(self) -> None:
-        check_truncation(self.truncate_prompt_tokens)
+        protocol.check_truncation(self.truncate_prompt_tokens)
 
 
 class InputBody(PoolingBody, kw_only=True):
@@ -44,7 +32,7 @@ class InputBody(PoolingBody, kw_only=True):
     `prompts` has beside these. Or with `messages`, a conversation, whose text under the chat
     template is the input (vLLM's form)."""
 
-    input: Prompts | None = None
+    input: protocol.Prompts | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -59,19 +47,19 @@ class InputBody(PoolingBody, kw_only=True):
                 raise FieldError(
                     "add_special_tokens", "goes with input: the chat template has its own"
                 )
-            check_messages(self.messages)
+            protocol.check_messages(self.messages)
         elif self.input is None:
             raise FieldError("input", "is missing", "missing_required_parameter")
         else:
-            check_prompts(self.input, "input")
+            protocol.check_prompts(self.input, "input")
 
     @property
     def num_prompts(self) -> int:
         return 1 if self.input is None else len(self.inputs())
 
-    def inputs(self) -> list[Prompt]:
+    def inputs(self) -> list[protocol.Prompt]:
         """Returns the inputs one by one; none of `messages`."""
-        return [] if self.input is None else split_prompts(self.input)
+        return [] if self.input is None else protocol.split_prompts(self.input)
 
     def template_options(self) -> dict[str, Any]:
         """Returns the arguments of `Frontend.encode_chat` besides the messages."""
@@ -85,7 +73,7 @@ class InputBody(PoolingBody, kw_only=True):
 class EmbeddingBody(InputBody, kw_only=True):
     """A body whose inputs are embedded."""
 
-    dimensions: Count | None = None
+    dimensions: protocol.Count | None = None
     prompt_name: str | None = None
 
     def check(self) -> None:
@@ -151,7 +139,7 @@ class OllamaEmbedRequest(EmbeddingBody, kw_only=True):
     """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
     is false. `options` hold Ollama's settings of sampling and loading, which have no effect."""
 
-    options: Ignored = None
+    options: protocol.Ignored = None
     truncate: bool | None = None
 
     def __post_init__(self) -> None:
@@ -182,8 +170,8 @@ class ScoringBody(PoolingBody, kw_only=True):
     """Base class of scoring and reranking bodies: how many tokens of each text count; 0 stands for
     all."""
 
-    max_tokens_per_query: Length | None = None
-    max_tokens_per_doc: Length | None = None
+    max_tokens_per_query: protocol.Length | None = None
+    max_tokens_per_doc: protocol.Length | None = None
 
 
 #: Names of the two sides of `ScoreRequest`.
@@ -254,7 +242,7 @@ class RerankRequest(ScoringBody, kw_only=True):
     query: str
     documents: _Documents | None = None
     texts: _Documents | None = None
-    top_n: Count | None = None
+    top_n: protocol.Count | None = None
     return_documents: bool | None = None
     return_text: bool | None = None
 

@@ -205,10 +205,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         return f"{'msg' if kind == 'text' else 'rs'}_{self._ids.randbytes(16).hex()}"
 
     def response(
-        self,
-        status: Status,
-        usage: ResponseUsage | None = None,
-        error: ResponseFault | None = None,
+        self, status: Status, usage: ResponseUsage | None = None, error: ResponseFault | None = None
     ) -> Response:
         """Returns the response with its blocks so far."""
         blocks = self.blocks.all
