@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from aioinfer.api.context import frontend_of
 from aioinfer.api.generation import MessageDialect, named_event
 from aioinfer.api.messages import TemplateContent, converted, count_parts, template_content
-from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32
+from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32, template_variables
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.frontend import Frontend
@@ -219,14 +219,12 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         for index, message in enumerate(self.messages):
             yield from _messages(message, f"messages[{index}]")
 
-    def template_kwargs(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any] | None:
         """Returns the variables of the chat template."""
-        variables: dict[str, Any] = {}
-        if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.effort is not None:
-            variables["reasoning_effort"] = self.output_config.effort
-        return variables | (self.chat_template_kwargs or {})
+        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        effort = None if self.output_config is None else self.output_config.effort
+        kwargs = self.chat_template_kwargs
+        return template_variables(kwargs, enable_thinking=thinks, reasoning_effort=effort)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -21,7 +21,14 @@ from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.messages import TemplateContent, converted, template_content
-from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64, Parameters
+from aioinfer.api.protocol import (
+    GenerationBody,
+    Ignored,
+    Int32,
+    Int64,
+    Parameters,
+    template_variables,
+)
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
 from aioinfer.config import ParallelConfig
@@ -165,11 +172,9 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
 
     def template_kwargs(self) -> dict[str, Any] | None:
         """Returns the variables of the chat template."""
-        if self.think is None:
-            return None
-        if isinstance(self.think, str):
-            return {"enable_thinking": True, "reasoning_effort": self.think}
-        return {"enable_thinking": self.think}
+        effort = self.think if isinstance(self.think, str) else None
+        thinks = self.think if effort is None else True
+        return template_variables(None, enable_thinking=thinks, reasoning_effort=effort)
 
 
 class OllamaChat(OllamaBody, kw_only=True):

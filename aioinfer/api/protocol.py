@@ -533,6 +533,7 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Returns the arguments of `Frontend.encode_chat` besides the messages."""
     continues = bool(body.continue_final_message)
     hides_tools = isinstance(body, ChatRequest) and body.tool_choice == "none"
+    names = ("reasoning_effort", "verbosity", "documents") if isinstance(body, ChatRequest) else ()
     return {
         "tools": None if hides_tools else body.tools or None,
         "add_generation_prompt": not continues
@@ -540,14 +541,12 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         else body.add_generation_prompt,
         "continue_final_message": continues,
         "parse_special": bool(body.parse_special),
-        "template_kwargs": _template_variables(body),
+        "template_kwargs": template_variables(body.chat_template_kwargs, **body.given(*names)),
     }
 
 
-def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
-    """Returns the variables of the chat template: `chat_template_kwargs`, and fields that are
-    variables themselves, which do not replace entries of `chat_template_kwargs`."""
-    if not isinstance(body, ChatRequest):
-        return body.chat_template_kwargs
-    given = body.given("reasoning_effort", "verbosity", "documents")
-    return given | (body.chat_template_kwargs or {}) or None
+def template_variables(kwargs: Mapping[str, Any] | None, **fields: Any) -> dict[str, Any] | None:
+    """Returns the variables of the chat template: a body's `chat_template_kwargs`, and fields that
+    are variables themselves, which do not replace entries of it; None for none."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return given | dict(kwargs or {}) or None

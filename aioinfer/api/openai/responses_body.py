@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.batch.store import Metadata
 from aioinfer.api.messages import TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
-from aioinfer.api.protocol import Count, Int32, Length, SamplingFields
+from aioinfer.api.protocol import Count, Int32, Length, SamplingFields, template_variables
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
@@ -212,14 +212,12 @@ class ResponseRequest(SamplingFields, kw_only=True):
         found, number = super().sampling_fields(), self.num_logprobs
         return found if number is None else found | {"logprobs": number}
 
-    def template_kwargs(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any] | None:
         """Returns the variables of the chat template."""
-        fields = {
-            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            "verbosity": self.text.verbosity if self.text is not None else None,
-        }
-        variables = {name: value for name, value in fields.items() if value is not None}
-        return variables | (self.chat_template_kwargs or {})
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        verbosity = self.text.verbosity if self.text is not None else None
+        kwargs = self.chat_template_kwargs
+        return template_variables(kwargs, reasoning_effort=effort, verbosity=verbosity)
 
 
 class ReplayQuery(Struct, kw_only=True):
