@@ -30,7 +30,6 @@ Conversation = str | Message | Sequence[Message]
 _SECTIONS = ("model", "cache", "scheduler", "parallel", "chat", "pooling")
 #: vLLM's names of other keys.
 _KEYS = {
-    "async_scheduling": "scheduler.plan_ahead",
     "cpu_offload_gb": "model.offload_gb",
     "distributed_executor_backend": "parallel.executor",
     "enable_expert_parallel": "parallel.expert_parallel",
@@ -41,7 +40,7 @@ _KEYS = {
     "override_generation_config": "model.sampling",
     "scheduling_policy": "scheduler.policy",
     "served_model_name": "server.served_model_names",
-    "skip_tokenizer_init": "model.skip_tokenizer",
+    "skip_tokenizer_init": "model.tokenizer",
     "worker_extension_cls": "parallel.worker_extension",
 }
 #: vLLM's names of keys that say the opposite.
@@ -60,11 +59,13 @@ _VALUES: dict[str, dict[Any, str]] = {
 }
 #: vLLM's arguments that change nothing here, with the values for which that holds.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "async_scheduling": (True, False),
     "disable_cascade_attn": (False, True),
     "disable_custom_all_reduce": (True, False),
     "disable_log_stats": (True, False),
     "enable_chunked_prefill": (True,),
     "enable_lora": (False,),
+    "skip_tokenizer_init": (False,),
     "swap_space": (0, 4),
     "tokenizer_mode": ("auto",),
 }
@@ -93,13 +94,15 @@ def make_config(
         model: `model.path`, or None if `file` has it.
         file: a TOML file to start from, or None.
         settings: values by dotted key.
-        arguments: values by vLLM's names, or by the last part of a key; None is no value.
+        arguments: values by vLLM's names, or by the last part of a key; None is no value. With a
+            `model`, its `revision` among them.
 
     Raises `ConfigError`.
     """
-    values = dict(settings or {})
+    values, arguments = dict(settings or {}), dict(arguments)
     if model is not None:
-        values["model.path"] = str(model)
+        revision = arguments.pop("revision", None)
+        values["model.path"] = f"{model}@{revision}" if revision else str(model)
     for name, value in arguments.items():
         dotted = None if value is None else _key_of(name, value)
         if dotted is None:
@@ -119,11 +122,11 @@ def _key_of(name: str, value: Any) -> str | None:
         if section in _SECTIONS and last not in ("path", "type"):
             known.setdefault(last, dotted)
     known |= _KEYS | _OPPOSITES
+    if value in _WITHOUT_EFFECT.get(name, ()):
+        return None
     if name in known:
         return known[name]
     if name in _WITHOUT_EFFECT:
-        if value in _WITHOUT_EFFECT[name]:
-            return None
         raise ConfigError(f"{name}={value!r} is not supported")
     if name in {item.name for item in fields(SamplingParams)} | _FIELDS.keys():
         raise ConfigError(
@@ -141,6 +144,8 @@ def _value_of(name: str, dotted: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, not {value!r}")
         return not value
+    if name == "skip_tokenizer_init" and value is True:
+        return "none"
     if isinstance(value, Path):
         return str(value)
     if dotted == "server.served_model_names" and isinstance(value, str):

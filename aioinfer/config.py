@@ -326,10 +326,8 @@ def _check_combinations(config: Config) -> None:
                 )
     _check_experts(parallel)
     _check_store(config)
-    if model.skip_tokenizer:
-        for name in ("tokenizer", "chat_template"):
-            if getattr(model, name) is not None:
-                raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
+    if model.chat_template is not None and not model.has_tokenizer:
+        raise ConfigError("model.chat_template has no effect with model.tokenizer = 'none'")
     _check_tracing(config.tracing)
     for source in config.media.allowed_sources:
         if not source or (not source.startswith("/") and any(mark in source for mark in "/~")):

@@ -25,27 +25,25 @@ class ModelConfig:
     """The model that is served."""
 
     path: str = key(
-        "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`) or `package:NAME/FILE` (a file "
-        "that an installed Python package ships)."
+        "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@main` with "
+        "a branch, tag or commit) or `package:NAME/FILE` (a file that an installed Python package "
+        "ships)."
     )
-    revision: str | None = key("Branch, tag or commit of a hub id.", None)
     trust_remote_code: bool = key(
         "Run Python code that the checkpoint brings along. Only for checkpoints that you trust: "
         "the code can do whatever the server's user can.",
         False,
     )
     tokenizer: str | None = key(
-        "Folder or hub id of the tokenizer, where it does not lie with the model.", None
+        "Folder or hub id of the tokenizer, where it does not lie with the model. `none`: there is "
+        "none, prompts must be token ids, and completions return `token_ids` and no text; text "
+        "prompts, chat, stop strings and `/tokenize` are answered 400.",
+        None,
     )
     hf_overrides: dict[str, Any] = key(
         "Values laid over the model's `config.json` before it is read, such as "
         "`{ rope_parameters = { rope_theta = 1e6 } }`; nested tables are merged.",
         {},
-    )
-    skip_tokenizer: bool = key(
-        "Load no tokenizer: prompts must be token ids, and completions return `token_ids` and no "
-        "text. Text prompts, chat, stop strings and `/tokenize` are answered 400.",
-        False,
     )
     chat_template: str | None = key(
         "File with a Jinja chat template to use in place of the tokenizer's own.", None
@@ -99,6 +97,11 @@ class ModelConfig:
         "entry points `aioinfer.features` (docs/features.md).",
         [],
     )
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts go in and out."""
+        return self.tokenizer != "none"
 
     @property
     def has_random_weights(self) -> bool:
@@ -221,6 +224,9 @@ class CacheConfig:
 class SchedulerConfig:
     """Which requests run together in a step."""
 
+    #: Whether the next step is planned while the workers execute the last one; tests compare.
+    plan_ahead: ClassVar[bool] = True
+
     max_num_seqs: int = key(
         "Maximum number of sequences that run at a time on an engine (slots of a worker).",
         512,
@@ -265,7 +271,6 @@ class SchedulerConfig:
         MAX_LOGPROBS,
         minimum=-1,
     )
-    plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
 
 
 DraftMethod = Literal["auto", "none", "ngram", "draft", "eagle3", "mtp"]
@@ -366,12 +371,11 @@ class MediaConfig:
         minimum=0,
         maximum=1024,
     )
-    max_bytes: int = key("Maximum size of a file.", 25 * 2**20, minimum=1)
-    max_seconds: int = key(
-        "Maximum length of a sound: an hour takes 230 MB while it is transcribed.",
-        3600,
+    max_bytes: int = key(
+        "Maximum size of a file. A sound may be an hour long, and longer in proportion where this "
+        "is more than its default.",
+        25 * 2**20,
         minimum=1,
-        maximum=86_400,
     )
     allowed_sources: list[str] = key(
         "Where pictures may come from beside the request itself: hosts, for http(s), and folders, "
@@ -379,6 +383,11 @@ class MediaConfig:
         "and redirects are refused.",
         [],
     )
+
+    @property
+    def max_seconds(self) -> int:
+        """The maximum length of a sound: an hour takes 230 MB while it is transcribed."""
+        return max(3600, 3600 * self.max_bytes // (25 * 2**20))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,12 +539,6 @@ class ServerConfig:
         "Names that the `model` of a request may have. Default: `model.path`. A file's names "
         "stand for the file's own `model.path`: not for another that the command line gives.",
         [],
-    )
-    min_stay_s: float = key(
-        "With several `[[models]]`: seconds that a model stays awake at least, before another one "
-        "that requests wait for takes its place (docs/models.md).",
-        5.0,
-        minimum=0,
     )
     allowed_hosts: list[str] = key(
         "Names that the `Host` header may have, without port; `*.example.org` is all names "

@@ -139,7 +139,7 @@ def measure(options: argparse.Namespace, *, with_cache: bool) -> list[TurnRecord
     settings = [
         f"model.path={options.model}",
         "model.load_format=dummy",
-        "model.skip_tokenizer=true",
+        "model.tokenizer=none",
         *options.set,
         f"cache.enable_prefix_caching={'true' if with_cache else 'false'}",
     ]

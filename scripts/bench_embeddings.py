@@ -118,7 +118,7 @@ def measure_floor(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         usual = {
-            "model.load_format": "dummy", "model.skip_tokenizer": True, "pooling.type": "cls",
+            "model.load_format": "dummy", "model.tokenizer": "none", "pooling.type": "cls",
             "model.max_model_len": length, "scheduler.max_num_seqs": batch,
             "scheduler.max_num_batched_tokens": batch * length,
         }  # fmt: skip

@@ -49,7 +49,7 @@ _MODEL = {
 }  # fmt: skip
 _COMMON = {
     "model.load_format": "dummy",
-    "model.skip_tokenizer": True,
+    "model.tokenizer": "none",
     "cache.num_blocks": 1000,
     "scheduler.max_num_seqs": 32,
     "parallel.device": "cpu",

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace, *, hands_over: bool) -> Figures:
         key = Path(folder) / "key"
         key.write_text(secrets.token_hex(32))
         common = [
-            f"model.path={options.model}", "model.load_format=dummy", "model.skip_tokenizer=true",
+            f"model.path={options.model}", "model.load_format=dummy", "model.tokenizer=none",
             f"cache.peer_key_file={key}", f"cache.host_bytes={int(options.host_gib * 2**30)}",
             *options.set,
         ]  # fmt: skip

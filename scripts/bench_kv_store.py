@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace, *, with_store: bool) -> dict[str, Figur
     settings = [
         f"model.path={options.model}",
         "model.load_format=dummy",
-        "model.skip_tokenizer=true",
+        "model.tokenizer=none",
         f"cache.num_blocks={options.blocks}",
         f"cache.block_size={options.block_size}",
     ]

@@ -130,7 +130,7 @@ def main() -> None:
             (folder / "config.json").write_text(json.dumps(QWEN3_8B), "utf-8")
         settings = {
             "model.load_format": "dummy",
-            "model.skip_tokenizer": True,
+            "model.tokenizer": "none",
             "model.sleep_mode": True,
             **dict(map(parse_override, options.set)),
         }

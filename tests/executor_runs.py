@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from aioinfer.config import Config, load_config
+from aioinfer.config import Config, SchedulerConfig, load_config
 from aioinfer.executor.base import Executor, WorkerReport
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
@@ -21,6 +23,13 @@ from tests.plans import ids, make_plan
 
 PROMPT = [5, 3, 17, 60, 2, 41]
 _NONE = np.empty(0, np.int32)
+
+
+def planning_ahead(settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Takes `scheduler__plan_ahead`, a constant, out of settings; an engine that is made within the
+    block has it."""
+    ahead = settings.pop("scheduler__plan_ahead", True)
+    return mock.patch.object(SchedulerConfig, "plan_ahead", ahead)
 
 
 def tiny_llama(folder: Path, *, inner: int = 64, seed: int = 0, num_layers: int = 1) -> Path:

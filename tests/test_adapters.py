@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
     "parallel.executor": "inline",
     "parallel.device": "cpu",
     "model.dtype": "float32",
-    "model.skip_tokenizer": True,
+    "model.tokenizer": "none",
     "cache.block_size": 16,
     "cache.num_blocks": 60,
     "scheduler.max_num_seqs": 6,

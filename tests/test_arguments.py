@@ -30,10 +30,11 @@ def test_arguments_are_keys_by_their_own_names_and_by_vllms() -> None:
         gpu_memory_utilization=0.5, max_num_seqs=7, enable_prefix_caching=False, quantization="awq",
         seed=5, trust_remote_code=True, block_size=64, kv_cache_dtype="fp8_e4m3",
         enforce_eager=True, served_model_name="short", distributed_executor_backend="mp",
-        tokenizer=None, enable_chunked_prefill=True, disable_log_stats=False,
+        tokenizer=None, enable_chunked_prefill=True, disable_log_stats=False, revision="v2",
+        skip_tokenizer_init=False, async_scheduling=True,
     )  # fmt: skip
     model, cache, parallel = made.model, made.cache, made.parallel
-    assert (model.path, model.dtype, model.quantization) == ("model", "float16", "auto")
+    assert (model.path, model.dtype, model.quantization) == ("model@v2", "float16", "auto")
     assert (model.max_model_len, model.seed, model.trust_remote_code) == (99, 5, True)
     assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size) == (2, 3)
     assert (parallel.executor, parallel.cuda_graphs) == ("multiprocess", False)

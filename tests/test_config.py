@@ -50,7 +50,7 @@ def test_a_file_and_what_lies_over_it(tmp_path: Path) -> None:
         [cache]
         cpu_memory_gib = 3            # a whole number serves as a number
         [scheduler]
-        plan_ahead = false
+        max_num_seqs = 9
         [server]
         served_model_names = ["x", "y"]
         """,
@@ -60,16 +60,16 @@ def test_a_file_and_what_lies_over_it(tmp_path: Path) -> None:
     assert config.model.max_model_len == 200
     assert config.cache.cpu_memory_gib == 3.0
     assert isinstance(config.cache.cpu_memory_gib, float)
-    assert config.scheduler.plan_ahead is False
+    assert config.scheduler.max_num_seqs == 9
     assert config.served_model_names == ["c"], "the file names its own model"
     assert config.server.port == 0
-    assert load_config(file, {"cache.num_blocks": 7, "model.revision": None}).cache.num_blocks == 7
+    assert load_config(file, {"cache.num_blocks": 7, "model.tokenizer": None}).cache.num_blocks == 7
 
 
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
-        ("scheduler.plan_ahead=false", "scheduler", "plan_ahead", False),
+        ("parallel.cuda_graphs=false", "parallel", "cuda_graphs", False),
         ("cache.gpu_memory_utilization=0.5", "cache", "gpu_memory_utilization", 0.5),
         ('server.served_model_names=["a", "b"]', "server", "served_model_names", ["a", "b"]),
         ("model.dtype=float32", "model", "dtype", "float32"),
@@ -208,7 +208,7 @@ def test_models_do_not_share_a_place(tmp_path: Path) -> None:
         ("server.port=80.0", r"server\.port must be integer, not 80\.0"),
         ("server.port=true", r"server\.port must be integer, not True"),
         ("cache.cpu_memory_gib=true", r"cache\.cpu_memory_gib must be number"),
-        ("scheduler.plan_ahead=1", r"scheduler\.plan_ahead must be boolean, not 1"),
+        ("parallel.cuda_graphs=1", r"parallel\.cuda_graphs must be boolean, not 1"),
         ("model.max_model_len=long", r"model\.max_model_len must be integer, not 'long'"),
         ("model.path=[1]", r"model\.path must be string"),
         (
@@ -287,15 +287,14 @@ def test_default_sampling_holds_what_is_given_and_no_more(tmp_path: Path) -> Non
     assert config.model.sampling == {"temperature": 0, "top_k": 40, "max_tokens": 100}
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "chat_template"])
-def test_text_settings_without_a_tokenizer_are_an_error(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.{name} has no effect"):
-        load_config(overrides=[MODEL, "model.skip_tokenizer=true", f"model.{name}=x"])
+def test_a_template_without_a_tokenizer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template has no effect"):
+        load_config(overrides=[MODEL, "model.tokenizer=none", "model.chat_template=x"])
 
 
 def test_switches_that_only_some_need_are_off_by_default() -> None:
     config = load_config(overrides=[MODEL])
-    assert (config.model.trust_remote_code, config.model.skip_tokenizer) == (False, False)
+    assert (config.model.trust_remote_code, config.model.has_tokenizer) == (False, True)
     assert config.parallel.cuda_graphs
 
 

@@ -255,7 +255,7 @@ def settings(ranks: int) -> dict[str, Any]:
         "parallel.tensor_parallel_size": ranks,
         "parallel.executor": "inline" if ranks == 1 else "multiprocess",
         "model.dtype": "float32",
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
     }
 
 

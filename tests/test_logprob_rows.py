@@ -148,7 +148,7 @@ def test_a_model_of_several_widths(tmp_path: Path) -> None:
     512 tokens: all of them are as many as the server permits."""
     folder = tiny_model("llama", tmp_path / "model", eos_token_id=511)
     settings = {
-        "model.skip_tokenizer": True, "model.max_model_len": 64, "cache.num_blocks": 64,
+        "model.tokenizer": "none", "model.max_model_len": 64, "cache.num_blocks": 64,
         "scheduler.max_logprobs": 512, "scheduler.max_num_batched_tokens": 64,
     }  # fmt: skip
     greedy = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}

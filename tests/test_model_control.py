@@ -45,7 +45,7 @@ async def launched(
     folder: Path, executor: str = "inline", **settings: Any
 ) -> AsyncIterator[Frontend]:
     frontend = await Frontend.launch(
-        tiny_config(folder, executor=executor, **{"model.skip_tokenizer": True} | settings)
+        tiny_config(folder, executor=executor, **{"model.tokenizer": "none"} | settings)
     )
     yield frontend
     await frontend.close()

@@ -36,14 +36,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @asynccontextmanager
-async def launched(folders: list[Path], **settings: Any) -> AsyncIterator[ModelGroup]:
-    usual = {"model.skip_tokenizer": True, "server.min_stay_s": 0.0, "executor": "inline"}
+async def launched(
+    folders: list[Path], stay_s: float = 0.0, **settings: Any
+) -> AsyncIterator[ModelGroup]:
+    usual = {"model.tokenizer": "none", "executor": "inline"}
     models = await ModelGroup.launch(
         [
             tiny_config(folder, **usual | {"server.served_model_names": [f"m{number}"]} | settings)
             for number, folder in enumerate(folders)
         ]
     )
+    models.min_stay_s = stay_s
     yield models
     for each in models:
         each.engines[0].scheduler.check_integrity()
@@ -105,7 +108,7 @@ async def test_requests_in_turns_cause_no_more_swaps_than_the_stay_allows(
     folders: list[Path],
 ) -> None:
     stay_s, began = 0.2, time.monotonic()
-    async with launched(folders, **{"server.min_stay_s": stay_s}) as models:
+    async with launched(folders, stay_s) as models:
 
         async def ask(frontend: Frontend) -> int:
             for number in count(1):
@@ -123,7 +126,7 @@ async def test_requests_in_turns_cause_no_more_swaps_than_the_stay_allows(
 
 
 async def test_an_aborted_request_wakes_no_model_up(folders: list[Path]) -> None:
-    async with launched(folders[:2], **{"server.min_stay_s": 0.3}) as models:
+    async with launched(folders[:2], 0.3) as models:
         first, second = models
         output = await second.submit([5, 9], GREEDY)
         assert second.engines[0].scheduler.num_waiting == 1

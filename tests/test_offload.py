@@ -123,7 +123,7 @@ def test_new_weights_go_to_the_host(tmp_path: Path, quantization: str, is_late: 
 
 
 SETTINGS: dict[str, Any] = {
-    "model.skip_tokenizer": True, "model.dtype": "bfloat16", "model.offload_gb": 1e-6,
+    "model.tokenizer": "none", "model.dtype": "bfloat16", "model.offload_gb": 1e-6,
     "parallel.device": "cpu", "parallel.executor": "inline", "parallel.cpu_threads": 1,
     "cache.block_size": 4, "cache.num_blocks": 60, "scheduler.max_num_batched_tokens": 32,
     "speculation.method": "ngram", "speculation.max_draft_tokens": 2,

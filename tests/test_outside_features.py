@@ -31,6 +31,7 @@ from aioinfer.scheduler.steps import Row, StepOutput
 from example_features.watch_token.planning import WatchedToken
 from tests.automata import Runs, constrain
 from tests.disturbance import worker_pids
+from tests.executor_runs import planning_ahead
 from tests.gpu.random_models import random_model, random_prompts
 
 VOCAB_SIZE = 131  # two ranks do not divide it
@@ -89,8 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, **settings: Any) -> LLM:
+    ahead = planning_ahead(settings)
     changed = {name.replace("__", "."): value for name, value in settings.items()}
-    return LLM(str(folder), settings=BASE | changed, progress=False)
+    with ahead:
+        return LLM(str(folder), settings=BASE | changed, progress=False)
 
 
 @pytest.fixture(scope="module")

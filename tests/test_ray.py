@@ -107,7 +107,7 @@ def settings(cluster: Cluster, ranks: int, **more: Any) -> dict[str, Any]:
     return {
         "executor": "ray",
         "tensor_parallel_size": ranks,
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
     } | more
 
 
@@ -247,7 +247,7 @@ ENDLESS = """
 import sys
 from aioinfer import LLM, SamplingParams
 settings = {"parallel.executor": "ray", "parallel.tensor_parallel_size": 2, "cache.num_blocks": 64,
-            "parallel.device": "cpu", "parallel.cpu_threads": 1, "model.skip_tokenizer": True}
+            "parallel.device": "cpu", "parallel.cpu_threads": 1, "model.tokenizer": "none"}
 llm = LLM(sys.argv[1], settings=settings, progress=False)
 print("started", flush=True)
 while True:

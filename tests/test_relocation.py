@@ -25,6 +25,7 @@ from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Flow, Request, RequestStatus
 from bench_loop import CONFIG, ONE_GROUP
+from tests.executor_runs import planning_ahead
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 4, 32, 60
@@ -81,10 +82,11 @@ class Fleet:
 
     @classmethod
     async def launch(cls, engines: int, **settings: Any) -> Fleet:
+        ahead = planning_ahead(settings)
         usual = {
             "parallel.data_parallel_size": engines,
             "parallel.restart_workers": 0,
-            "model.skip_tokenizer": True,
+            "model.tokenizer": "none",
             "model.max_model_len": MAX_LEN,
             "scheduler.max_num_seqs": 4,
             "scheduler.max_num_batched_tokens": 24,
@@ -92,8 +94,9 @@ class Fleet:
         changes = {name.replace("__", "."): value for name, value in settings.items()}
         config = await asyncio.to_thread(load_config, CONFIG, usual | changes)
         executors = [SymbolicExecutor(config) for _ in range(engines)]
-        frontend = Frontend(config, executors, lambda number: SymbolicExecutor(config))
-        await frontend.start(await asyncio.to_thread(resolve_model, config.model))
+        with ahead:
+            frontend = Frontend(config, executors, lambda number: SymbolicExecutor(config))
+            await frontend.start(await asyncio.to_thread(resolve_model, config.model))
         return cls(frontend, executors)
 
     async def submit(self, prompt: list[int], **fields: Any) -> RequestOutput:

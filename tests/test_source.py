@@ -230,9 +230,9 @@ def cached_tokenizer(cache: Path, revisions: dict[str, str], model: Path) -> Non
     ("section", "word"),
     [
         ({"path": "team/words"}, "old"),
-        ({"path": "team/words", "revision": "v2"}, "new"),
+        ({"path": "team/words@v2"}, "new"),
         ({"tokenizer": "team/words"}, "old"),
-        ({"tokenizer": "team/words", "revision": "v2"}, "old"),
+        ({"tokenizer": "team/words@v2"}, "new"),
     ],
     ids=str,
 )

@@ -39,7 +39,7 @@ def command(folder: Path, *settings: str) -> list[str]:
     base = [
         f"model.path={folder}", "parallel.device=cpu", "parallel.executor=inline", "server.port=0",
         "cache.num_blocks=8", "cache.block_size=16", "scheduler.max_num_seqs=2",
-        "model.skip_tokenizer=true", *settings,
+        "model.tokenizer=none", *settings,
     ]  # fmt: skip
     return [part for setting in base for part in ("--set", setting)]
 
@@ -74,7 +74,7 @@ def test_sizes_beyond_the_machine(
 
 def test_a_cache_beyond_the_machine(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     config = model / "huge.toml"
-    config.write_text(f'[model]\npath = "{model}"\nskip_tokenizer = true\n')
+    config.write_text(f'[model]\npath = "{model}"\ntokenizer = "none"\n')
     sizes = ["cache.cpu_memory_gib=100000", "parallel.device=cpu", "parallel.executor=inline"]
     arguments = [part for setting in sizes for part in ("--set", setting)]
     assert main(["--config", str(config), *arguments]) == 2
@@ -172,7 +172,7 @@ def test_tokenizers_that_are_damaged(
 ) -> None:
     (folder / "tokenizer.json").write_text(content)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    line = error_of(capsys, folder, "model.skip_tokenizer=false")
+    line = error_of(capsys, folder, f"model.tokenizer={folder}")
     assert str(folder) in line or "the chat template is not valid" in line, line
 
 

@@ -50,7 +50,7 @@ def test_the_key(tmp_path: Path) -> None:
     """Of the configuration, under which states are kept over steps and snapshots."""
     folder = tiny_model("kimi_linear", tmp_path)
     settings = {
-        "parallel.executor": "inline", "parallel.device": "cpu", "model.skip_tokenizer": True,
+        "parallel.executor": "inline", "parallel.device": "cpu", "model.tokenizer": "none",
         "cache.num_blocks": 16, "cache.state_dtype": "bfloat16",
     }  # fmt: skip
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -36,7 +36,7 @@ TORCHRUN = {
     "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
 }  # fmt: skip
 SETTINGS = {
-    "model.skip_tokenizer": True,
+    "model.tokenizer": "none",
     "cache.block_size": 4,
     "cache.num_blocks": 64,
     "scheduler.max_num_seqs": 4,

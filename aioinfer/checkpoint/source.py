@@ -36,7 +36,7 @@ def resolve_model(config: ModelConfig, key: str = "model.path") -> Path:
     path = _locate(config.path, key)
     if path is None:
         patterns = _TEXT_FILES + ([] if config.has_random_weights else ["*.safetensors"])
-        return _downloaded(config.path, config.revision, patterns, "model.path")
+        return _downloaded(config.path, patterns, "model.path")
     if path.is_dir():
         return path
     return _converted(path.resolve(), keeps_quantized=config.quantization == "auto")
@@ -47,7 +47,7 @@ def resolve_folder(name: str, key: str) -> Path:
     which names the key."""
     path = _locate(name, key)
     if path is None:
-        return _downloaded(name, None, [*_TEXT_FILES, "*.safetensors"], key)
+        return _downloaded(name, [*_TEXT_FILES, "*.safetensors"], key)
     if not path.is_dir():
         raise ConfigError(f"{key} = {name!r}: {path} is no folder")
     return path
@@ -65,7 +65,7 @@ def check_files(config: ModelConfig) -> None:
             f"model.path = {config.path!r}: the folder has no config.json; a model's folder, as "
             f"Hugging Face lays it out, has one"
         )
-    if config.tokenizer is not None:
+    if config.tokenizer is not None and config.has_tokenizer:
         _locate(config.tokenizer, "model.tokenizer")
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ConfigError(f"model.chat_template = {config.chat_template!r}: there is no such file")
@@ -127,7 +127,7 @@ def _locate(name: str, key: str) -> Path | None:
     if (
         name.startswith(("package:", "/", ".", "~"))
         or path.suffix == ".gguf"
-        or name.count("/") > 1
+        or name.partition("@")[0].count("/") > 1
     ):
         raise ConfigError(f"{key} = {name!r}: there is no such file or folder")
     return None
@@ -185,15 +185,20 @@ def _converted(file: Path, *, keeps_quantized: bool) -> Path:
     return folder
 
 
-def _downloaded(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
-    """Returns the local snapshot of a hub id, with the files that match `patterns`, downloaded
-    where it is not there yet. Raises `ConfigError`, which names the key."""
+def _downloaded(name: str, patterns: list[str], key: str) -> Path:
+    """Returns the local snapshot of a hub id, which may name a revision behind an `@`, with the
+    files that match `patterns`, downloaded where it is not there yet. Raises `ConfigError`, which
+    names the key."""
     from huggingface_hub import snapshot_download
 
+    hub_id, _, revision = name.partition("@")
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_LAYOUTS
+                hub_id,
+                revision=revision or None,
+                allow_patterns=patterns,
+                ignore_patterns=_OTHER_LAYOUTS,
             )
         )
     except Exception as error:  # the hub's client has a dozen kinds

@@ -70,7 +70,7 @@ class Frontend:
 
     Attributes:
         engines: the replicas of the model, by number.
-        tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
+        tokenizer: the model's; None where only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
         folder: the model's.
         variants: of the model, which requests may name; of its features.
@@ -293,7 +293,7 @@ class Frontend:
         """
         if self.tokenizer is None:
             raise RequestError(
-                "this server has no tokenizer (model.skip_tokenizer): use completions with token "
+                "this server has no tokenizer (model.tokenizer): use completions with token "
                 "ids as the prompt",
                 param=param,
             )

@@ -4,7 +4,7 @@ The HTTP server has a `ModelGroup`, also of one model; then nothing here runs be
 model is a `Frontend` of its own. Requests for a model that sleeps wait in its scheduler's queue,
 where they can be aborted as any other, and the group swaps the models:
 
-- once the model that is awake has been so for `server.min_stay_s`, it takes no further requests
+- once the model that is awake has been so for `MIN_STAY_S`, it takes no further requests
   into slots, finishes the running ones, and sleeps (`ModelControl.sleep`, with "wait");
 - of the models for which requests wait, the one that has waited longest wakes up. Requests that
   still wait for the former one put it last in the order of waiting.
@@ -34,6 +34,9 @@ from aioinfer.executor.factory import can_restart
 
 #: Seconds after which a model that could not be put to sleep is asked again, at least.
 _RETRY_S = 1.0
+#: Seconds that a model stays awake at least, before another one that requests wait for takes its
+#: place: about as long as a large model takes to wake up.
+MIN_STAY_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +46,7 @@ class ModelGroup:
     Attributes:
         awake: the model that has the devices, or is about to.
         is_swapping: whether none computes, since another one takes its place.
+        min_stay_s: `MIN_STAY_S`, unless a test sets less.
     """
 
     def __init__(self, frontends: Sequence[Frontend]):
@@ -55,7 +59,7 @@ class ModelGroup:
         self.awake = self.first
         self.is_swapping = False
         self._awake_since = time.monotonic()
-        self._min_stay_s = self.first.config.server.min_stay_s
+        self.min_stay_s = MIN_STAY_S
         #: models that requests wait for, the one that has waited longest first
         self._wanted: dict[Frontend, None] = {}
         self._is_wanted = asyncio.Event()
@@ -175,7 +179,7 @@ class ModelGroup:
                 await self._is_wanted.wait()
                 self._is_wanted.clear()
                 while self._next() is not None:
-                    left_s = self._awake_since + self._min_stay_s - time.monotonic()
+                    left_s = self._awake_since + self.min_stay_s - time.monotonic()
                     if left_s > 0:
                         await asyncio.sleep(left_s)
                     else:
@@ -201,7 +205,7 @@ class ModelGroup:
             self._awake_since = time.monotonic()
         except (WorkerCallError, EngineDeadError) as error:
             _log.error("another model cannot take the place of %s: %s", _name(before), error)
-            self._awake_since = time.monotonic() + max(0.0, _RETRY_S - self._min_stay_s)
+            self._awake_since = time.monotonic() + max(0.0, _RETRY_S - self.min_stay_s)
         finally:
             self.is_swapping = False
 

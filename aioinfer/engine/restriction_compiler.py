@@ -130,7 +130,7 @@ class RestrictionCompiler:
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(
-                f"this server has no tokenizer (model.skip_tokenizer), which {param} needs",
+                f"this server has no tokenizer (model.tokenizer), which {param} needs",
                 param=param,
             )
         return self._tokenizer

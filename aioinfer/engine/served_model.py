@@ -232,7 +232,7 @@ class ServedModel:
     """A model as the server's process sees it.
 
     Attributes:
-        tokenizer: None with `model.skip_tokenizer`, when only token ids go in and out.
+        tokenizer: None where only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
         defaults: end tokens and sampling parameters of requests that bring none.
         vocab_size: of the logits.
@@ -300,10 +300,10 @@ def _picture_format(folder: Path, config: Config) -> PictureFormat | None:
 
 
 def _load_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:
-    if model.skip_tokenizer:
+    if not model.has_tokenizer:
         return None
     if model.tokenizer is not None:
-        source = replace(model, path=model.tokenizer, revision=None, load_format="dummy")
+        source = replace(model, path=model.tokenizer, load_format="dummy")
         folder = resolve_model(source)
     try:
         return Tokenizer.load(folder, model.chat_template)

@@ -62,7 +62,7 @@ def decode_sound(
             if not _MIN_RATE <= given <= _MAX_RATE:
                 raise FieldError(place, f"has {given} samples a second, which is not supported")
             seconds = config.max_seconds if longest is None else min(longest, config.max_seconds)
-            setting = " (see media.max_seconds)" if seconds == config.max_seconds else ""
+            setting = " (see media.max_bytes)" if seconds == config.max_seconds else ""
             return _collect(blocks, given, rate, seconds, place, setting)
     except (FieldError, MemoryError):
         raise

@@ -7,7 +7,7 @@ import { Settings } from "./settings.js";
 
 const NO_TEMPLATE = "This model has no chat template: it continues whatever text you give it.";
 const NO_TOKENIZER =
-  "This server runs without a tokenizer (model.skip_tokenizer): " +
+  "This server runs without a tokenizer (model.tokenizer): " +
   "/v1/completions takes and returns token ids, and there is no chat.";
 const DRAFT = "aioinfer-draft";
 const COUNT_MS = 400; // how long nothing is typed before the tokens are counted

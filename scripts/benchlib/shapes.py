@@ -114,7 +114,7 @@ def settings_of(folder: Path, streams: Sequence[int], given: dict[str, Any]) -> 
     return {
         "model.path": str(folder),
         "model.load_format": "dummy",
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
         "model.max_model_len": case.max_len,
         "cache.block_size": block_size,
         "cache.num_blocks": blocks,

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from aioinfer.cli.server_process import _ready_text
+from aioinfer.config import MediaConfig
 from tests.functional.conftest import Served, serve
 from tests.source_models import (
     ID,
@@ -50,11 +52,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 async def hearing(model: tuple[Path, Any]) -> AsyncIterator[Served]:
     settings: dict[str, Any] = {
         "parallel.executor": "inline", "model.path": str(model[0]), "model.dtype": "float32",
-        "model.max_model_len": LENGTH, "media.max_seconds": 12, "media.max_bytes": 2**20,
+        "model.max_model_len": LENGTH, "media.max_bytes": 2**20,
         "server.served_model_names": ["hearing"], "cache.cpu_memory_gib": 0.05,
     }  # fmt: skip
     async with serve(**settings) as served:
-        yield served
+        with mock.patch.object(MediaConfig, "max_seconds", 12):
+            yield served
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -202,7 +205,7 @@ REFUSED: dict[str, tuple[dict[str, str], bytes | None, int, str | None, str]] = 
     "an empty file": ({}, b"", 400, "file", "is not sound"),
     "no sound": ({}, b"GIF89a" * 9, 400, "file", "is not sound"),
     "too many bytes": ({}, bytes(2**20 + 1), 413, None, ""),
-    "too long": ({}, wav(np.zeros(13 * 8000), 8000), 400, "file", "max_seconds"),
+    "too long": ({}, wav(np.zeros(13 * 8000), 8000), 400, "file", "longer than 12"),
     "another model": ({"model": "other"}, FILE[1], 404, "model", "does not exist"),
     "a format": ({"response_format": "xml"}, FILE[1], 400, "response_format", "one of 'json'"),
     "a temperature": ({"temperature": "hot"}, FILE[1], 400, "temperature", "must be a number"),

@@ -9,12 +9,14 @@ import io
 import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from aioinfer.config import MediaConfig
 from tests.functional.conftest import Served, serve
 from tests.functional.test_audio import LENGTH
 from tests.source_models import RATE, save_model
@@ -290,12 +292,13 @@ async def hearing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     save_model("whisper", folder, max_target_positions=LENGTH)
     settings: dict[str, Any] = {
         "parallel.executor": "inline", "model.path": str(folder), "model.dtype": "float32",
-        "model.max_model_len": LENGTH, "media.max_seconds": 12, "media.max_bytes": 2**21,
+        "model.max_model_len": LENGTH, "media.max_bytes": 2**21,
         "cache.cpu_memory_gib": 0.05,
     }  # fmt: skip
     async with serve(**settings) as served:
         before = children(), open_files()
-        yield served
+        with mock.patch.object(MediaConfig, "max_seconds", 12):
+            yield served
         assert set(children()) <= set(before[0])
         assert open_files() <= before[1] + 8  # connections of the client
 

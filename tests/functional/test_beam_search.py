@@ -27,7 +27,7 @@ in_session = pytest.mark.asyncio(loop_scope="session")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SETTINGS = {
     "model.dtype": "float32",
-    "model.skip_tokenizer": True,
+    "model.tokenizer": "none",
     "parallel.executor": "inline",
     "parallel.cpu_threads": 1,
     "scheduler.max_num_seqs": 16,

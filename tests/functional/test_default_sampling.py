@@ -74,7 +74,7 @@ async def test_http_has_the_same_defaults() -> None:
 
 
 def test_offline_use_without_a_tokenizer() -> None:
-    with LLM(settings=SETTINGS | {"model.skip_tokenizer": True}, progress=False) as llm:
+    with LLM(settings=SETTINGS | {"model.tokenizer": "none"}, progress=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=4)
         (output,) = llm.generate([[504, 3575, 282, 4649, 314]], params)
         assert (output.text, len(output.token_ids)) == ("", 4)

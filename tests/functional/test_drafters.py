@@ -135,7 +135,7 @@ def test_stages_with_states_and_with_the_head_of_the_model(
     pairs = [(prompt, each) for prompt in prompts for each in params]
     texts = []
     for settings in ({"speculation__method": "none"}, {"speculation__method": method} | TWO_STAGES):
-        with running(tmp_path, **settings, model__skip_tokenizer=True) as llm:
+        with running(tmp_path, **settings, model__tokenizer="none") as llm:
             outputs = llm.generate(*map(list, zip(*pairs, strict=True)))
             texts.append([output.token_ids for output in outputs])
             counts = llm.frontend.engines[0].metrics.counts

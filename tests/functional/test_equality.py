@@ -24,6 +24,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
 from aioinfer.llm import Output
+from tests.executor_runs import planning_ahead
 from tests.functional.prompts import CONVERSATIONS, PROMPTS
 from tests.functional.reference import Reference
 
@@ -70,8 +71,9 @@ def running(**settings: Any) -> Iterator[LLM]:
         # float32, as the reference computes
         "model__quantization": "none",
     }
+    ahead = planning_ahead(settings)
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
-    with LLM(MODEL, settings=merged, progress=False) as llm:
+    with ahead, LLM(MODEL, settings=merged, progress=False) as llm:
         yield llm
         check_at_rest(llm)
     gc.collect()  # half a gigabyte of weights each

@@ -60,7 +60,7 @@ def generate(family: Family, prompts: list[list[int]], **settings: Any) -> list[
         "scheduler__max_num_seqs": 32,
         "cache__num_blocks": 200,
         "model__max_model_len": 512,
-        "model__skip_tokenizer": True,
+        "model__tokenizer": "none",
     }
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(str(family.folder), settings=merged, progress=False) as llm:

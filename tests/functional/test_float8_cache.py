@@ -60,7 +60,7 @@ def run(case: Case, dtype: str = "fp8", **settings: Any) -> list[list[int]]:
     defaults = {
         "parallel.executor": "inline",
         "parallel.cpu_threads": 1,
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
         "model.dtype": "float32",
         "model.max_model_len": 256,
         "scheduler.max_num_seqs": 8,

@@ -218,7 +218,7 @@ async def test_the_command(folder: Path) -> None:
     async with servers(folder) as found:
         command = [
             "-m", "aioinfer", "gateway", str(folder), "--port", "0",
-            "--set", "model.skip_tokenizer=true",
+            "--set", "model.tokenizer=none",
             "--set", f"cache.peer_key_file={folder.parent / 'key'}",
             "--prefill", found.prefill.address.url, "--server", found.decode.address.url,
         ]  # fmt: skip

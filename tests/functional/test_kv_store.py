@@ -25,7 +25,7 @@ RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 200) for _ in range(RNG.randint(40, 60))] for _ in range(5)]
 SETTINGS: dict[str, Any] = {
     "model.dtype": "float32",
-    "model.skip_tokenizer": True,
+    "model.tokenizer": "none",
     "model.max_model_len": 160,
     "parallel.executor": "inline",
     "parallel.device": "cpu",

@@ -24,6 +24,7 @@ from aioinfer.llm import Output
 from aioinfer.text.constraints import Constraint
 from tests.automata import Residues, Runs, accepts, constrain
 from tests.disturbance import worker_pids
+from tests.executor_runs import planning_ahead
 from tests.gpu.random_models import random_model
 
 pytestmark = pytest.mark.extended
@@ -74,8 +75,9 @@ def running(folder: Path, **settings: Any) -> Iterator[LLM]:
         "model.dtype": "float32", "model.max_model_len": 128, "cache.block_size": 8,
         "cache.num_blocks": 200,
     }  # fmt: skip
+    ahead = planning_ahead(settings)
     merged = usual | {key.replace("__", "."): value for key, value in settings.items()}
-    with LLM(str(folder), settings=merged, progress=False) as llm:
+    with ahead, LLM(str(folder), settings=merged, progress=False) as llm:
         yield llm
         for engine in llm.frontend.engines:
             engine.scheduler.check_integrity()

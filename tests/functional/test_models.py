@@ -33,12 +33,11 @@ scheduler.max_num_batched_tokens = 256
 parallel.cpu_threads = 1
 server.port = 0
 server.admin_key = "admin-key"
-server.min_stay_s = {stay}
 """
 LLAMA = """
 [[models]]
 model.path = "{folder}"
-model.skip_tokenizer = true
+model.tokenizer = "none"
 model.max_model_len = 120
 server.served_model_names = ["{name}"]
 """
@@ -53,8 +52,9 @@ async def served_by_turns(
     folder: Path, text: str, stay: float
 ) -> AsyncIterator[tuple[Served, ModelGroup]]:
     file = folder / "models.toml"
-    await asyncio.to_thread(file.write_text, COMMON.format(stay=stay) + text)
+    await asyncio.to_thread(file.write_text, COMMON + text)
     models = await ModelGroup.launch(await asyncio.to_thread(load_models, file))
+    models.min_stay_s = stay
     server = HttpServer(models.first.config)
     url = await server.start()
     await server.serve(models)
@@ -180,7 +180,7 @@ async def test_each_answers_as_in_a_server_of_its_own(
 ) -> None:
     usual = {"parallel.executor": "inline", "model.max_model_len": None}
     tuned = {"lora.max_adapters": 1, "lora.adapters": {"tuned": str(folder / "adapter")}}
-    llama = {"model.path": str(folder / "llama"), "model.skip_tokenizer": True}
+    llama = {"model.path": str(folder / "llama"), "model.tokenizer": "none"}
     of_llama = usual | llama | tuned | {"server.served_model_names": ["llama"]}
     encoder = {"model.path": str(folder / "encoder"), "server.served_model_names": ["encoder"]}
     async with serve(**of_llama) as alone, serve(**usual | encoder) as embedder:

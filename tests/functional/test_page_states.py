@@ -46,13 +46,13 @@ async def test_the_page_waits_for_a_server_that_starts(browser: Page) -> None:
 
 
 async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
-    settings = {"server.min_stay_s": 0.0}
     first, second = [
-        await make_frontend(4, 0.005, settings | {"server.served_model_names": [name]})
+        await make_frontend(4, 0.005, {"server.served_model_names": [name]})
         for name in ("first", "second")
     ]
     await second.control.sleep()
     models, server = ModelGroup([first, second]), HttpServer(first.config)
+    models.min_stay_s = 0.0
     names = "[...document.querySelectorAll('#model option')].map((one) => one.textContent).join()"
     panels = "[...document.querySelectorAll('#engine h2')].map((one) => one.textContent).join()"
     try:

@@ -32,7 +32,7 @@ RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 500) for _ in range(RNG.randint(1, 60))] for _ in range(14)]
 ONE = {
     "model.dtype": "float32",
-    "model.skip_tokenizer": True,
+    "model.tokenizer": "none",
     "parallel.executor": "inline",
     "parallel.device": "cpu",
     "parallel.cpu_threads": 1,

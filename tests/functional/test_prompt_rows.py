@@ -143,7 +143,7 @@ def test_models_of_transformers_own(tmp_path: Path) -> None:
     CohereForCausalLM(config).save_pretrained(tmp_path)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in (1, 40, 130)]
-    settings = {"model.skip_tokenizer": True, "scheduler.max_num_batched_tokens": 64}
+    settings = {"model.tokenizer": "none", "scheduler.max_num_batched_tokens": 64}
     with LLM(str(tmp_path), settings=BASE | settings, progress=False) as llm:
         assert "transformers" in llm.frontend.engines[0].report.implementation
         check_all(llm, Reference.of(tmp_path, prompts))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def without() -> AsyncIterator[Served]:
-    async with serve(model__skip_tokenizer=True) as served:
+    async with serve(model__tokenizer="none") as served:
         yield served
 
 
@@ -113,7 +113,7 @@ async def test_whatever_needs_text_is_rejected_with_the_reason(
 ) -> None:
     error = (await without.post(path, 400, **body))["error"]
     assert error["param"] == param
-    assert "no tokenizer (model.skip_tokenizer)" in error["message"]
+    assert "no tokenizer (model.tokenizer)" in error["message"]
 
 
 async def test_the_page_learns_that_there_is_no_text(without: Served, served: Served) -> None:

@@ -21,6 +21,7 @@ from aioinfer.features.speculation.costs import RowTimes
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 from aioinfer.llm import CompletionOutput
 from aioinfer.sampling_params import BeamSearch, GrammarSpec
+from tests.executor_runs import planning_ahead
 from tests.functional.test_equality import check_at_rest, serving
 from tests.gpu.random_models import random_model, random_prompts
 
@@ -81,8 +82,9 @@ def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[LLM]:
+    ahead = planning_ahead(settings)
     given = SETTINGS | {name.replace("__", "."): value for name, value in settings.items()}
-    with LLM(str(folder), settings=given, progress=False) as llm:
+    with ahead, LLM(str(folder), settings=given, progress=False) as llm:
         yield llm
         check_at_rest(llm)
 

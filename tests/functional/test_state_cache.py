@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_with_the_state_behind_its_last_answer(folder: Pa
     """Each prompt is the one before it, its answer, and a few tokens more, so that they begin and
     end at every place of a block."""
     settings = {
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
         "parallel.executor": "inline",
         "parallel.cpu_threads": 1,
         "cache.block_size": BLOCK_SIZE,

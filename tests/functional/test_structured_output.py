@@ -210,7 +210,7 @@ async def test_a_deep_schema(served: Served) -> None:
 
 
 async def test_without_a_tokenizer() -> None:
-    async with serve(model__skip_tokenizer=True, model__load_format="dummy") as served:
+    async with serve(model__tokenizer="none", model__load_format="dummy") as served:
         for fields, param in (
             ({"guided_regex": "a"}, "guided_regex"),
             ({"bad_words": ["a"]}, "bad_words"),

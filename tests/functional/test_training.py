@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def trained(folder: Path) -> AsyncIterator[Served]:
     settings = {
         "model.path": str(folder),
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
         "model.max_model_len": 120,
         "parallel.executor": "inline",
         "server.admin_key": "admin-key",

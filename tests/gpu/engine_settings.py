@@ -14,6 +14,7 @@ from aioinfer import LLM
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.llm import Output
 from aioinfer.worker.worker import Worker
+from tests.executor_runs import planning_ahead
 
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
@@ -48,8 +49,9 @@ def engine_settings(**settings: Any) -> dict[str, Any]:
 def inline_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
     """An engine in this process unless `settings` differ; checks its device, and its scheduler at
     the end."""
+    ahead = planning_ahead(settings)
     merged = engine_settings(**{"parallel__executor": "inline"} | settings)
-    with LLM(str(folder), settings=merged, progress=False) as llm:
+    with ahead, LLM(str(folder), settings=merged, progress=False) as llm:
         (engine,) = llm.frontend.engines
         assert ("cpu" in engine.report.device) == (merged["parallel.device"] == "cpu")
         yield llm

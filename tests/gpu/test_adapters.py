@@ -144,7 +144,7 @@ def test_texts_are_those_of_merged_weights(
         expected += greedy_outputs(reference, [prompt], 12)
     params = [SamplingParams(temperature=0, max_tokens=12, adapter=name) for name in names]
     with inline_llm(
-        model, model__skip_tokenizer=True, model__max_model_len=128, scheduler__max_num_seqs=4,
+        model, model__tokenizer="none", model__max_model_len=128, scheduler__max_num_seqs=4,
         scheduler__max_num_batched_tokens=128, cache__num_blocks=40, lora__max_adapters=2,
         lora__targets=["embeddings"],
         lora__adapters={name: path for name, (path, _) in adapters.items() if name},

@@ -23,7 +23,7 @@ def test_beams_are_those_of_transformers(graphs: bool, ignore_eos: bool, tmp_pat
     if ignore_eos:
         reference.model.generation_config.eos_token_id = None
     settings = {
-        "model.dtype": "float32", "model.skip_tokenizer": True, "parallel.device": DEVICE,
+        "model.dtype": "float32", "model.tokenizer": "none", "parallel.device": DEVICE,
         "parallel.cuda_graphs": graphs, "scheduler.max_num_seqs": 64, "cache.block_size": 16,
         "cache.num_blocks": 400,
     }  # fmt: skip

@@ -28,7 +28,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, head_size: int, tmp_
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
     settings = {
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
         "model.dtype": "float32",
         "parallel.device": "cuda",
         "parallel.executor": "inline",

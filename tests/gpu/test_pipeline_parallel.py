@@ -39,7 +39,7 @@ def generate(folder: Path, **settings: Any) -> list[list[int]]:
     merged = {
         "parallel.executor": "multiprocess",
         "parallel.device": "cuda",
-        "model.skip_tokenizer": True,
+        "model.tokenizer": "none",
         "model.dtype": "float32",
         "cache.num_blocks": 200,
     } | {key.replace("__", "."): value for key, value in settings.items()}
@@ -71,7 +71,7 @@ def test_it_rests_and_goes_on(folder: Path) -> None:
     busy, and end its process after some minutes."""
     settings = {
         "parallel.pipeline_parallel_size": 2, "parallel.device": "cuda",
-        "model.skip_tokenizer": True, "cache.num_blocks": 200,
+        "model.tokenizer": "none", "cache.num_blocks": 200,
     }  # fmt: skip
     with LLM(str(folder), settings=settings, progress=False) as llm:
         first = llm.generate([[5, 6, 7]], PARAMS[0])[0].token_ids

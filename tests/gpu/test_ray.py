@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(folder: Path, executor: str, **parallel: Any) -> list[list[int]]:
     sizes = {f"parallel__{name}": value for name, value in parallel.items()}
-    settings = engine_settings(parallel__executor=executor, model__skip_tokenizer=True, **sizes)
+    settings = engine_settings(parallel__executor=executor, model__tokenizer="none", **sizes)
     prompts = random_prompts((1, 5, 33, 90, 400, 17, 64, 700), VOCAB_SIZE)
     params = [PARAMS[number % len(PARAMS)] for number in range(len(prompts))]
     with LLM(str(folder), settings=settings, progress=False) as llm:

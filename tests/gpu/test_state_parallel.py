@@ -71,7 +71,7 @@ def running(folder: Path, **settings: Any) -> Iterator[LLM]:
     merged = engine_settings(
         **{
             "parallel__executor": "multiprocess",
-            "model__skip_tokenizer": True,
+            "model__tokenizer": "none",
             "cache__block_size": 64,
             "scheduler__max_num_seqs": 8,
             "scheduler__max_num_batched_tokens": 200,

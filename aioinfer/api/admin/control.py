@@ -269,7 +269,7 @@ async def update_from_disk(request: web.Request, body: UpdateFromDisk) -> Update
     default with the KV blocks that they have. The prefix cache is emptied. 400 for a checkpoint
     that does not go with the model: nothing has changed then."""
     frontend = frontend_of(request)
-    options = replace(frontend.config.model, path=body.model_path, revision=None)
+    options = replace(frontend.config.model, path=body.model_path)
     try:
         folder = await asyncio.to_thread(resolve_model, options)
     except ConfigError as error:

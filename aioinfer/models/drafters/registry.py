@@ -48,9 +48,7 @@ def drafter_options(config: Config) -> ModelConfig:
             f"speculation.method = '{speculation.method}' needs speculation.model, the model that "
             f"drafts"
         )
-    return replace(
-        config.model, path=speculation.model, revision=None, hf_overrides={}, tokenizer=None
-    )
+    return replace(config.model, path=speculation.model, hf_overrides={}, tokenizer=None)
 
 
 def drafter_method(folder: Path) -> DraftMethod:
