@@ -10,7 +10,6 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import aiohttp
 import numpy as np
@@ -56,8 +55,7 @@ async def hearing(model: tuple[Path, Any]) -> AsyncIterator[Served]:
         "server.served_model_names": ["hearing"], "cache.cpu_memory_gib": 0.05,
     }  # fmt: skip
     async with serve(**settings) as served:
-        with mock.patch.object(MediaConfig, "max_seconds", 12):
-            yield served
+        yield served
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -229,7 +227,10 @@ REFUSED: dict[str, tuple[dict[str, str], bytes | None, int, str | None, str]] = 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_form_that_is_refused(name: str, hearing: Served) -> None:
+async def test_a_form_that_is_refused(
+    name: str, hearing: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MediaConfig, "max_seconds", 12)
     fields, data, status, param, message = REFUSED[name]
     reply = await post(hearing, "/v1/audio/transcriptions", fields, data, status)
     assert reply["error"]["param"] == param
