@@ -16,9 +16,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.config import read_json
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.registry import build_model
 from tests.paged_model import CPU, PagedModel, load_model
 from tests.sharded_logits import logits_of_ranks
@@ -611,3 +612,37 @@ def test_ranks_that_do_not_divide_the_model(tmp_path: Path):
     folder = tiny_model("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3 .*these do: 1, 2, 4, 8"):
         build_model(folder, Backend(CPU, torch.float32, ParallelGroup(0, 3)))
+
+
+LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+WINDOWS = ["sliding_attention"] * 2 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "computed"),
+    [
+        ("qwen3", {"num_hidden_layers": 9}, {0, 1}),
+        ("deepseek_v3", {"num_hidden_layers": 9}, {0, 1, 2}),  # the first without experts
+        ("qwen3_next", {"num_hidden_layers": 12, "layer_types": LINEAR * 3}, {0, 1, 2, 3, 4}),
+        ("gemma3", {"num_hidden_layers": 9, "layer_types": WINDOWS * 3}, {0, 1, 2, 3}),
+    ],
+)
+def test_equal_layers_are_omitted_where_kernels_are_compiled(
+    family: str, fields: dict[str, Any], computed: set[int], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A layer is computed that has another form than those before it, or follows another one."""
+    model = load_model(tiny_model(family, tmp_path, vocab_size=VOCAB, **fields), SINGLE)
+    assert isinstance(model, DecoderModel)
+    last, paged, called, call = len(model.layers) - 1, PagedModel(model, 4), set(), Layer.__call__
+
+    def note(layer: Layer, *args: Any, **options: Any) -> None:
+        called.add(model.layers.index(layer))
+        call(layer, *args, **options)
+
+    monkeypatch.setattr(Layer, "__call__", note)
+    with model.backend.omitting_equal_layers():
+        paged.step({0: TEXTS[2]})
+    assert called == {*computed, last}
+    paged.step({1: TEXTS[2]})
+    assert called == {*range(last + 1)}

@@ -3,7 +3,8 @@ are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ class Backend:
         stage, num_stages: which part of the layers the rank has, and of how many.
         scratch: memory that quantized weights are dequantized into for products of many rows.
         choices: which kernels compute the products, as far as it was measured.
+        omits_equal_layers: whether a decoder computes only layers whose kernels no layer before
+            them launches: set while kernels are compiled.
     """
 
     device: torch.device
@@ -94,6 +97,7 @@ class Backend:
     num_stages: int = 1
     scratch: Scratch = field(default_factory=Scratch)
     choices: KernelChoices = field(default_factory=KernelChoices)
+    omits_equal_layers: bool = False
 
     @property
     def is_last_stage(self) -> bool:
@@ -104,6 +108,15 @@ class Backend:
     def computes_alone(self) -> bool:
         """Whether no kernel of the layers waits for another rank."""
         return self.group.size == 1 and self.num_stages == 1 and self.expert_group is None
+
+    @contextmanager
+    def omitting_equal_layers(self) -> Iterator[None]:
+        """Context in which `omits_equal_layers` is set."""
+        self.omits_equal_layers = True
+        try:
+            yield
+        finally:
+            self.omits_equal_layers = False
 
     def saved_inputs(self, sizes: Sequence[int]) -> SavedInputs:
         """Returns memory for the inputs of lookahead rows, of `sizes` channels each."""

@@ -7,6 +7,7 @@ models that are built from our layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -459,7 +460,10 @@ class DecoderModel(BuiltModel):
             stream = ResidualStream.unpacked(given, self.hidden_size, self.backend)
         first = self._first_layers[:num_layers]
         layers = first if self.offloaded is None else self.offloaded.passed(first)
+        omitted = self._equal_layers if self.backend.omits_equal_layers else ()
         for layer, number in zip(layers, self.layer_numbers, strict=False):
+            if number in omitted:
+                continue
             self._tap(number, stream, step)
             layer(stream, step)
             if step.pictures is not None:
@@ -467,6 +471,20 @@ class DecoderModel(BuiltModel):
         if has_side and out is not None:
             stream.packed(out)
         return stream
+
+    @cached_property
+    def _equal_layers(self) -> frozenset[int]:
+        """The numbers of layers that launch the kernels of layers before them: those that have the
+        form of another layer which follows a layer of the same form, too."""
+        forms = [layer.form for layer in self.layers]
+        seen, needed = set(), set()
+        for index, pair in enumerate(zip([None, *forms], forms, strict=False)):
+            if pair not in seen:
+                seen.add(pair)
+                needed |= {index - 1, index}  # a layer's first norm sums what is left of the former
+        return frozenset(
+            number for index, number in enumerate(self.layer_numbers) if index not in needed
+        )
 
     def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """See `CausalLM.finish`."""

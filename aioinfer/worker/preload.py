@@ -9,7 +9,7 @@ import atexit
 import os
 import signal
 
-from aioinfer.worker.process import name_process, set_library_defaults
+from aioinfer.worker.process import has_nvidia_gpu, name_process, set_library_defaults
 
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
 # `worker.process.main`), and the parent learns from this process how they ended.
@@ -22,3 +22,6 @@ name_process("aioinfer-fork")
 set_library_defaults()
 
 import aioinfer.worker.worker  # noqa: E402, F401
+
+if has_nvidia_gpu():
+    import triton.compiler  # noqa: F401

@@ -32,6 +32,7 @@ from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.ipc.ring import Ring
+from aioinfer.worker.compilers import Compilers
 
 if TYPE_CHECKING:
     from aioinfer.layers.parallel import ProcessGroups
@@ -129,11 +130,12 @@ def main(spec: WorkerSpec, environment: Mapping[str, str] | None = None) -> None
     # requests finish, and then ends its workers
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    compilers = _make_compilers(spec)  # while there is one thread
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
     if spec.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     try:
-        worker = _start(spec)
+        worker = _start(spec, compilers)
         _serve(spec, worker)
     except Exception as error:
         _report_failure(spec, error)
@@ -148,6 +150,12 @@ def set_library_defaults() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
     # until the decode steps are captured: see `GraphBodies.capture`
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this host has an NVIDIA driver with a GPU; found out without CUDA, which must not be
+    used before a process is forked."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def name_process(name: str) -> None:
@@ -187,7 +195,15 @@ def _die_with_parent(lifeline: Connection) -> None:
     os._exit(1)
 
 
-def _start(spec: WorkerSpec) -> Worker:
+def _make_compilers(spec: WorkerSpec) -> Compilers | None:
+    """Returns the processes that compile the rank's kernels; None without an NVIDIA GPU."""
+    parallel = spec.config.parallel
+    if parallel.device == "cpu" or not has_nvidia_gpu():
+        return None
+    return Compilers(max(1, len(os.sched_getaffinity(0)) // parallel.world_size))
+
+
+def _start(spec: WorkerSpec, compilers: Compilers | None) -> Worker:
     """Loads a worker until it can execute plans, and reports the phases to the parent."""
     began = time.perf_counter()
     set_library_defaults()  # where torchrun has started the process, not the fork server
@@ -196,6 +212,7 @@ def _start(spec: WorkerSpec) -> Worker:
 
     kind = extended(Worker, spec.config.parallel.worker_extension)
     worker: Worker = kind(spec.config, spec.folder, _join_groups(spec), spec.engine, spec.tally)
+    worker.compilers = compilers
     worker.on_stuck = lambda error: _report_failure(spec, error)
     imported = time.perf_counter()
     report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))

@@ -27,6 +27,7 @@ from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.step import HostRows, Step
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.compilers import Compilers, compile_with
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.step_graphs import (
     MIXED_GRAPH_TOKENS,
@@ -344,6 +345,13 @@ class GraphBodies:
     # ---------------------------------------------------------------- other launches of a start
 
     @torch.inference_mode()
+    def begin_warm_up(self) -> None:
+        """Launches a decode step of one row: kernels of products are timed with the weights that
+        have been multiplied with."""
+        if self._model.supports_graphs:
+            self.launch_decode(1)
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Launches steps of all sizes for which kernels are compiled differently: see
         `compile_only`."""
@@ -437,9 +445,9 @@ def prepare_compiler() -> None:
 
 
 @contextmanager
-def compile_only() -> Iterator[None]:
+def compile_only(compilers: Compilers | None = None) -> Iterator[None]:
     """Context in which launched kernels are compiled, in parallel, and not run; at its end all of
-    them are compiled and loaded.
+    them are compiled and loaded. They are compiled by `compilers`, or in threads.
 
     Triton can compile asynchronously, but only kernels that are not launched; so launches become
     its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
@@ -454,12 +462,15 @@ def compile_only() -> Iterator[None]:
 
     run = JITFunction.run
     kernels: dict[Any, Any] = {}
+    compile_kernel = None if compilers is None else compile_with(compilers)
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         binder = self.device_caches[driver.active.get_current_device()][-1]
         _, specialization, given = binder(*args, **options)
         key = id(self), tuple(specialization), str(given)
         if key not in kernels:
+            if compile_kernel is not None:
+                self.compile = compile_kernel
             kernels[key] = run(self, *args, grid=grid, warmup=True, **options)
         return kernels[key]
 

@@ -32,6 +32,7 @@ from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.called_worker import CalledWorker
+from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.host_blocks import staging_bytes
@@ -126,6 +127,7 @@ class Worker(CalledWorker):
         timed_choices: kernels that `warm_up` chose by timing, and did not read from a file.
         compilations: kernels that were compiled after `warm_up`, on a GPU.
         memory: of weights and KV cache; None where it cannot sleep.
+        compilers: processes that compile its kernels, until it has warmed up; None for threads.
         on_stuck: called, in another thread, with the error when a start-up step that ranks of other
             engines take part in does not end.
         vocab_size: of the model's logits, once it is loaded.
@@ -174,6 +176,7 @@ class Worker(CalledWorker):
         self._fewest_blocks = 1
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
+        self.compilers: Compilers | None = None
         self.on_stuck: Callable[[Exception], None] | None = None
         self.block_size = config.cache.block_size or (
             CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE
@@ -394,6 +397,9 @@ class Worker(CalledWorker):
             self._calibrate()
         else:
             self._warm_up_kernels(steps)
+        if self.compilers is not None:
+            self.compilers.close()
+            self.compilers = None
         runner.works.begin_service()
         if self.memory is not None:
             self.memory.begin_service()
@@ -432,11 +438,13 @@ class Worker(CalledWorker):
         assert isinstance(device, GpuDevice)
         bodies = GraphBodies(steps.runner, device)
         timing = self._make_kernel_timing(bodies)
-        with compile_only():
-            if largest is not None:
-                self._run_kinds(lambda: steps.run(largest))
-            self._run_kinds(steps.run_all)
-            self._run_kinds(bodies.warm_up)
+        with compile_only(self.compilers):
+            self._run_kinds(bodies.begin_warm_up)  # all layers' weights are known from then on
+            with self._backend.omitting_equal_layers():
+                if largest is not None:
+                    self._run_kinds(lambda: steps.run(largest))
+                self._run_kinds(steps.run_all)
+                self._run_kinds(bodies.warm_up)
             if timing is not None:
                 timing.prepare()
             self._peers.drain_stages()

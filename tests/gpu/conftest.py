@@ -1,7 +1,7 @@
 """Settings of the tests on a GPU: they are skipped without one, and TF32 is off.
 
-Those of `test_tensor_parallel` compare free memory, so nothing else may use their GPUs meanwhile:
-run them with `-n 1`. The others may run side by side.
+Those of `test_tensor_parallel` and `test_sleep` compare free memory, so nothing else may use their
+GPUs meanwhile: run them with `-n 1`. The others may run side by side.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ def test_weights_come_from_a_process_on_the_same_gpu(
         max_position_embeddings=1024, head_dim=64,
     )  # fmt: skip
     settings = engine_settings(
-        model__sleep_mode=True, model__dtype="bfloat16", model__quantization=quantization
+        model__sleep_mode=True,
+        model__dtype="bfloat16",
+        model__quantization=quantization,
+        speculation__method="none",
     )
     prompts = random_prompts((5, 40, 300), VOCAB_SIZE)
     with LLM(str(second), settings=settings, progress=False) as llm:

@@ -1,0 +1,179 @@
+"""Processes in which a worker compiles Triton kernels: Triton's front end is written in Python, so
+that threads would wait for each other.
+
+A process that has used a GPU cannot be forked. So a worker forks one process before it does, and
+that one forks the others when the first kernel is to be compiled: a start that finds all kernels on
+disk has no use for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import os
+import pickle
+import queue
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+#: A process takes some 200 MB of memory.
+_MAX_PROCESSES = 32
+
+
+class Compilers:
+    """The processes of one worker; to be made before the worker uses its GPU.
+
+    Args:
+        count: of kernels that are compiled at a time, such as the number of cores; less where that
+            would take much memory.
+    """
+
+    def __init__(self, count: int):
+        pipes = [Pipe() for _ in range(min(count, _MAX_PROCESSES))]
+        self._pid = os.fork()
+        if self._pid == 0:
+            _wait_and_fork([theirs for _, theirs in pipes])
+        self._ours = [ours for ours, _ in pipes]
+        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        for ours, theirs in pipes:
+            theirs.close()
+            self._idle.put(ours)
+
+    def compile(self, source: Any, target: Any, options: Mapping[str, Any]) -> bool:
+        """Has a kernel compiled, which Triton finds on disk afterwards. To be called from as many
+        threads as kernels are to be compiled at a time.
+
+        Args:
+            source: Triton's `ASTSource`.
+            target: the `GPUTarget`.
+            options: of Triton's `compile`.
+
+        Returns:
+            Whether that succeeded.
+        """
+        connection = self._idle.get()
+        try:
+            connection.send_bytes(_pickled((source, target, dict(options))))
+            return bool(connection.recv())
+        except (OSError, EOFError, pickle.PicklingError, TypeError, AttributeError):
+            return False
+        finally:
+            self._idle.put(connection)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for connection in self._ours:
+            connection.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def compile_with(compilers: Compilers) -> Callable[..., Any]:
+    """Returns a substitute for Triton's `compile` that has other processes compile a kernel which
+    is not on disk yet."""
+    from triton.compiler.compiler import compile as compile_here
+
+    def compile_kernel(source: Any, target: Any, options: Any, **more: Any) -> Any:
+        if not _is_on_disk(source, target, options, more.get("_env_vars")):
+            compilers.compile(source, target, options)
+        return compile_here(source, target=target, options=options, **more)
+
+    return compile_kernel
+
+
+def _is_on_disk(source: Any, target: Any, options: Mapping[str, Any], variables: Any) -> bool:
+    """Whether Triton finds the kernel in its cache; False in versions that keep it otherwise."""
+    try:
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.cache import get_cache_key, get_cache_manager
+
+        backend = make_backend(target)
+        parsed = backend.parse_options({**options, **source.parse_options()})
+        key = get_cache_key(source, backend, parsed, env_vars=variables)
+        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return bool(manager.get_group(f"{source.name[:150]}.json"))
+    except (ImportError, AttributeError, TypeError):
+        return False
+
+
+# -------------------------------------------------------------------- in the processes
+
+
+def _wait_and_fork(connections: Sequence[Connection]) -> NoReturn:
+    """The body of the first process: forks one for each connection as soon as anything is sent, and
+    ends."""
+    try:
+        _keep_open(connections)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        wait(connections)
+        with contextlib.suppress(OSError, EOFError):
+            for connection in connections:
+                if os.fork() == 0:
+                    _keep_open([connection])
+                    _serve(connection)
+    finally:
+        os._exit(0)
+
+
+def _keep_open(connections: Sequence[Connection]) -> None:
+    """Closes all files but these and the standard ones: the worker's own would stay open when it
+    has ended."""
+    kept = sorted(connection.fileno() for connection in connections)
+    for start, end in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(start + 1, end)
+
+
+def _serve(connection: Connection) -> NoReturn:
+    """Compiles what comes through the connection until it is closed."""
+    try:
+        while True:
+            job = connection.recv_bytes()
+            try:
+                from triton.compiler.compiler import compile as compile_kernel
+
+                source, target, options = pickle.loads(job)
+                compile_kernel(source, target=target, options=options)
+                connection.send(True)
+            except Exception:  # the worker compiles it itself, and reports what is wrong
+                connection.send(False)
+    except (OSError, EOFError):
+        os._exit(0)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles Triton's functions by name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        from triton.runtime.jit import JITFunction
+
+        if not isinstance(value, JITFunction):
+            return NotImplemented
+        module, name = value.fn.__module__, value.fn.__qualname__
+        if _function_named(module, name) is not value:
+            raise pickle.PicklingError(f"{name} is not a function of {module}")
+        return _function_named, (module, name)
+
+
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _function_named(module: str, name: str) -> Any:
+    """Returns the `JITFunction` of a module's function, which decorators may be around."""
+    from triton.runtime.jit import JITFunction
+
+    found = sys.modules.get(module) or importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    while not isinstance(found, JITFunction):
+        found = found.fn
+    return found

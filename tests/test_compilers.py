@@ -1,0 +1,84 @@
+"""Triton kernels compiled in other processes, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+
+from aioinfer.worker.compilers import Compilers, compile_with
+
+TARGET = GPUTarget("cuda", 90, 32)
+OPTIONS = {"num_warps": 4}
+
+
+@triton.jit
+def _double(x, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, size)
+    tl.store(x + offsets, 2 * tl.load(x + offsets))
+
+
+@triton.jit
+def _broken(x):  # type: ignore[no-untyped-def]
+    tl.store(x, tl.no_such_thing(x))
+
+
+def source_of(kernel: Any, types: dict[str, str], **constants: Any) -> ASTSource:
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    return ASTSource(kernel, signature, constants)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def compilers(folder: Path) -> Iterator[Compilers]:
+    made = Compilers(2)
+    yield made
+    made.close()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(made._pid, 0)
+
+
+def files_of(folder: Path, kernel: Any) -> list[str]:
+    return [file.name for file in folder.rglob(f"{kernel.__name__}.cubin")]
+
+
+def test_a_kernel_is_compiled_elsewhere_and_found(compilers: Compilers, folder: Path) -> None:
+    source = source_of(_double, {"x": "*fp32"}, size=64)
+    assert compilers.compile(source, TARGET, OPTIONS)
+    (file,) = folder.rglob("_double.cubin")
+    written = file.stat().st_mtime_ns
+    compile_kernel = compile_with(compilers)
+    kernel = compile_kernel(source, target=TARGET, options=OPTIONS)
+    assert kernel.asm["cubin"] == file.read_bytes()
+    assert file.stat().st_mtime_ns == written
+    assert len(files_of(folder, _double)) == 1
+    compile_kernel(source_of(_double, {"x": "*fp32"}, size=32), target=TARGET, options=OPTIONS)
+    assert len(files_of(folder, _double)) == 2
+
+
+def test_what_cannot_be_compiled_elsewhere_is_not(compilers: Compilers) -> None:
+    """The caller meets the error when it compiles the kernel itself."""
+    assert not compilers.compile(source_of(_broken, {"x": "*fp32"}), TARGET, OPTIONS)
+
+    @triton.jit
+    def local(x):  # type: ignore[no-untyped-def]  # no function of a module
+        tl.store(x, 1.0)
+
+    assert not compilers.compile(source_of(local, {"x": "*fp32"}), TARGET, OPTIONS)
+    with pytest.raises(triton.CompilationError):
+        compile_with(compilers)(source_of(_broken, {"x": "*fp32"}), target=TARGET, options=OPTIONS)
+    assert compilers.compile(source_of(_double, {"x": "*fp32"}, size=16), TARGET, OPTIONS)
