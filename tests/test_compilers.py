@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,7 @@ def compilers(folder: Path) -> Iterator[Compilers]:
     made = Compilers(2)
     yield made
     made.close()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(made._pid, 0)
+    assert not Path(f"/proc/{made._pid}").exists()
 
 
 def files_of(folder: Path, kernel: Any) -> list[str]:
@@ -68,6 +66,17 @@ def test_a_kernel_is_compiled_elsewhere_and_found(compilers: Compilers, folder: 
     assert len(files_of(folder, _double)) == 1
     compile_kernel(source_of(_double, {"x": "*fp32"}, size=32), target=TARGET, options=OPTIONS)
     assert len(files_of(folder, _double)) == 2
+
+
+def test_processes_are_forked_for_the_first_kernel(compilers: Compilers) -> None:
+    def count() -> int:
+        return len(
+            Path(f"/proc/{compilers._pid}/task/{compilers._pid}/children").read_text().split()
+        )
+
+    assert count() == 0
+    assert compilers.compile(source_of(_double, {"x": "*fp32"}, size=128), TARGET, OPTIONS)
+    assert count() == 2
 
 
 def test_what_cannot_be_compiled_elsewhere_is_not(compilers: Compilers) -> None:

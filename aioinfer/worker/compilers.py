@@ -16,6 +16,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
@@ -105,21 +106,31 @@ def _is_on_disk(source: Any, target: Any, options: Mapping[str, Any], variables:
 # -------------------------------------------------------------------- in the processes
 
 
-def _wait_and_fork(connections: Sequence[Connection]) -> NoReturn:
+def _wait_and_fork(connections: Sequence[Connection]) -> None:
     """The body of the first process: forks one for each connection as soon as anything is sent, and
-    ends."""
+    ends after them, or when the worker closes the connections."""
     try:
         _keep_open(connections)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         wait(connections)
-        with contextlib.suppress(OSError, EOFError):
-            for connection in connections:
-                if os.fork() == 0:
-                    _keep_open([connection])
-                    _serve(connection)
+        if not any(map(_has_job, connections)):
+            return
+        for connection in connections:
+            if os.fork() == 0:
+                _keep_open([connection])
+                _serve(connection)
+        for connection in connections:
+            connection.close()
+            os.wait()
     finally:
         os._exit(0)
+
+
+def _has_job(connection: Connection) -> bool:
+    """Whether there is something to receive."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as peeked:
+        return connection.poll() and bool(peeked.recv(1, socket.MSG_PEEK))
 
 
 def _keep_open(connections: Sequence[Connection]) -> None:
