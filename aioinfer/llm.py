@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -26,11 +26,11 @@ from aioinfer.arguments import (
     params_of_each,
 )
 from aioinfer.background import BackgroundModel
-from aioinfer.engine.chat_turn import conversation_turn, parse_message
+from aioinfer.engine.chat_turn import Turn, conversation_turn, parse_message
 from aioinfer.engine.output import RequestOutput
 from aioinfer.engine.pooled_prompts import cross_prompt, cut_text
 from aioinfer.engine.served_model import cosine_similarity
-from aioinfer.errors import GenerationError
+from aioinfer.errors import GenerationError, OverloadedError
 from aioinfer.features.adapters.serving import Serving as Adapters
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.features.prompt_logprobs.planning import PromptScores
@@ -39,6 +39,9 @@ from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 
 #: Prompts that are encoded concurrently and then admitted at once: enough to fill the first step.
 _BATCH = 64
+
+#: Prompts, with the parameters and the priority of each.
+Requests = list[tuple[Prompt, SamplingParams, int]]
 
 
 @dataclass(slots=True)
@@ -194,13 +197,35 @@ class LLM(BackgroundModel):
         options: Mapping[str, Any],
         shows_progress: bool,
     ) -> list[Output]:
-        turns = [
-            await conversation_turn(self.frontend, messages, each, **options)
-            for messages, each in zip(conversations, params, strict=True)
-        ]
-        prompts: list[Prompt] = [turn.prompt for turn in turns]
-        params = [turn.params for turn in turns]
-        outputs = await self._generate(prompts, params, [0] * len(turns), shows_progress)
+        turns: list[Turn] = []
+        running: list[asyncio.Task[Output]] = []
+
+        async def batches() -> AsyncIterator[Requests]:
+            """Encodes conversations while others run. Where pictures use all memory, waits until
+            one has its answer, and its pictures are freed."""
+            some: Requests = []
+            for messages, each in zip(conversations, params, strict=True):
+                while True:
+                    try:
+                        turn = await conversation_turn(self.frontend, messages, each, **options)
+                        break
+                    except OverloadedError:
+                        if not some and all(task.done() for task in running):
+                            raise
+                    if some:
+                        yield some
+                        some = []
+                    unanswered = [task for task in running if not task.done()]
+                    await asyncio.wait(unanswered, return_when=asyncio.FIRST_COMPLETED)
+                some.append((turn.prompt, turn.params, 0))
+                turn = replace(turn, prompt=[])
+                turns.append(turn)
+                if len(some) == _BATCH:
+                    yield some
+                    some = []
+            yield some
+
+        outputs = await self._run(batches(), running, len(conversations), shows_progress)
         for turn, output in zip(turns, outputs, strict=True):
             for completion in output.completions:
                 message = await parse_message(self.frontend, turn, completion.text)
@@ -338,26 +363,51 @@ class LLM(BackgroundModel):
         priorities: Sequence[int],
         shows_progress: bool = True,
     ) -> list[Output]:
+        async def batches() -> AsyncIterator[Requests]:
+            requests = zip(prompts, params, priorities, strict=True)
+            while some := list(islice(requests, _BATCH)):
+                yield some
+
+        return await self._run(batches(), [], len(prompts), shows_progress)
+
+    async def _run(
+        self,
+        batches: AsyncIterator[Requests],
+        running: list[asyncio.Task[Output]],
+        total: int,
+        shows_progress: bool,
+    ) -> list[Output]:
+        """Runs requests as they come, in batches, and returns all of their outputs.
+
+        Args:
+            batches: of requests.
+            running: gets the task of each request.
+            total: how many requests there are, to show the progress.
+            shows_progress: whether to, unless the model shows none.
+        """
         is_quiet = not (self._progress and shows_progress)
         with Progress(disable=is_quiet, transient=True) as progress:
-            task = progress.add_task("generating", total=len(prompts))
+            task = progress.add_task("generating", total=total)
             async with asyncio.TaskGroup() as group:
-                tasks = []
-                requests = zip(prompts, params, priorities, strict=True)
-                while some := list(islice(requests, _BATCH)):
-                    arrived = time.perf_counter()
-                    constraints = [await self.frontend.compile(each) for _, each, _ in some]
-                    prepared = await asyncio.gather(
-                        *(self.frontend.prepare(prompt, params=each) for prompt, each, _ in some)
-                    )
-                    for prompt, constraint, (_, sampling, priority) in zip(
-                        prepared, constraints, some, strict=True
-                    ):
-                        output = self.frontend.admit(
-                            prompt, sampling, constraint, priority=priority, arrived=arrived
-                        )
-                        tasks.append(group.create_task(_collect(output, progress, task)))
-        return [t.result() for t in tasks]
+                async for some in batches:
+                    async for output in self._admit(some):
+                        running.append(group.create_task(_collect(output, progress, task)))
+                    some.clear()  # prompts may have pictures
+        return [each.result() for each in running]
+
+    async def _admit(self, requests: Requests) -> AsyncIterator[RequestOutput]:
+        """Submits requests, which share steps, and yields their outputs."""
+        arrived = time.perf_counter()
+        constraints = [await self.frontend.compile(params) for _, params, _ in requests]
+        prepared = await asyncio.gather(
+            *(self.frontend.prepare(prompt, params=params) for prompt, params, _ in requests)
+        )
+        for prompt, constraint, (_, params, priority) in zip(
+            prepared, constraints, requests, strict=True
+        ):
+            yield self.frontend.admit(
+                prompt, params, constraint, priority=priority, arrived=arrived
+            )
 
 
 async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> Output:

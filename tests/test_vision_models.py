@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from aioinfer.config import MediaConfig, ModelConfig
-from aioinfer.errors import ConfigError
+from aioinfer.engine import pictures
+from aioinfer.errors import ConfigError, OverloadedError
 from aioinfer.features.pictures.planning import Planning
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
@@ -261,3 +262,14 @@ def test_several_sequences_of_a_prompt(saved: Saved) -> None:
         (output,) = llm.chat([said(llm, TURNS[1])], params)
         check(saved, TURNS[1:2], [output])
         assert output.completions[1].token_ids == output.token_ids
+
+
+@ONE
+def test_more_pictures_than_memory_takes(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations wait for the answers of others, whose pictures are then freed."""
+    monkeypatch.setattr(pictures, "_MAX_HELD_BYTES", 1)
+    turns = [("What is this? ", WIDE), ("A text alone",), ("Which?", HIGH), ("And this?", SMALL)]
+    with opened(saved) as llm:
+        check(saved, turns, chat(llm, turns))
+        with pytest.raises(OverloadedError, match="use all memory"):
+            chat(llm, [("Two: ", WIDE, HIGH)])

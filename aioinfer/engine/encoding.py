@@ -286,7 +286,8 @@ class PromptEncoder:
             tokens = array("i", [self._vocab_size - 1]) * virtual + tokens
         if self._hash_block_size is not None:
             extend_hashes(hashes, tokens, self._hash_block_size, root, spans)
-        ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+        # not a `PicturePrompt`: outputs outlive their pictures
+        ids = token_ids if type(token_ids) is list else list(token_ids)
         return PreparedPrompt(ids, tokens, hashes, root, pictures=pictures, source=source)
 
 

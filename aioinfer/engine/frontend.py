@@ -403,13 +403,16 @@ class Frontend:
         pictures = await reader.read(messages)
         if reader.wants_parts:
             messages = parts_of_texts(messages)
-        ids = await self._encoder.encode_chat(
-            for_template(messages),
-            max_tokens=max_tokens,
-            expand=lambda text: reader.expand(text, pictures),
-            **options,
-        )
-        return reader.place(ids, pictures)
+        try:
+            ids = await self._encoder.encode_chat(
+                for_template(messages),
+                max_tokens=max_tokens,
+                expand=lambda text: reader.expand(text, pictures),
+                **options,
+            )
+            return reader.place(ids, pictures)
+        finally:
+            pictures.clear()  # a thread or an error may refer to the list for longer
 
     def require_transcriber(self) -> Transcriber:
         """Returns what makes prompts of sound. Raises `RequestError` for a model that does not

@@ -164,18 +164,21 @@ class PictureReader:
                 raise not_read(source)
         found, format = [], self._format.among(len(sources))
         for source in sources:  # one after the other: a request does not fill memory by itself
-            self._check_memory()
+            if self.held_bytes >= _MAX_HELD_BYTES:
+                raise OverloadedError("other requests' pictures use all memory; try again later")
             data = await self._reader.read(source)
             run = asyncio.get_running_loop().run_in_executor
             found.append(await run(self._threads, self._process, format, data, source.place))
             self._held.append(weakref.ref(found[-1].pixels))
         return found
 
-    def _check_memory(self) -> None:
-        self._held = [held for held in self._held if held() is not None]
-        alive = (held() for held in self._held)
-        if sum(pixels.nbytes for pixels in alive if pixels is not None) >= _MAX_HELD_BYTES:
-            raise OverloadedError("other requests' pictures use all memory; try again later")
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pictures that have not been freed. The feature of pictures and whoever has a
+        prompt let them go at the end of a request; nothing waits for the collection of garbage."""
+        alive = [(held, pixels.nbytes) for held in self._held if (pixels := held()) is not None]
+        self._held = [held for held, _ in alive]
+        return sum(nbytes for _, nbytes in alive)
 
     def _process(self, format: PictureFormat, data: bytes, place: str) -> ProcessedPicture:
         picture: Any

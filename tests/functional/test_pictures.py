@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from tests.vision_models import (
     reference_output,
     save_model,
 )
+from tests.waiting import until
 from tests.watching import pauses_watched
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -263,18 +265,65 @@ async def test_the_loop_is_not_held_up(sighted: Served) -> None:
     assert pauses.most < 0.05
 
 
-async def test_pictures_of_all_requests_have_a_bound(
+@pytest_asyncio.fixture(loop_scope="session")
+async def reader(
     sighted: Served, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[pictures.PictureReader]:
+    """The reader of the server's pictures; nothing collects garbage meanwhile."""
+    found = sighted.frontend._pictures
+    assert found is not None
+    monkeypatch.setattr(found, "_held", [])  # of tests before
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+async def freed(reader: pictures.PictureReader) -> None:
+    """Returns when no picture is left. A handler may end after its client has the reply."""
+    await until(lambda: not reader.held_bytes, 120)
+
+
+#: Of each: the path, the fields beside the messages, and the status.
+ENDS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "length": (CHAT, {"max_tokens": 3, "ignore_eos": True}, 200),
+    "two sequences": (CHAT, {"max_tokens": 3, "n": 2}, 200),
+    "beams": (CHAT, {"max_tokens": 3, "use_beam_search": True, "n": 2}, 200),
+    "a stop string": (CHAT, {"max_tokens": 50, "stop": ["a", "e", "0"]}, 200),
+    "counted": ("/tokenize", {}, 200),
+    "too long": (CHAT, {"max_tokens": 10**6}, 400),
+    "a cut prompt": (CHAT, {"truncate_prompt_tokens": 5}, 400),
+    "a ribbon": (CHAT, {"messages": conversation(PICTURE, Image.new("RGB", (3000, 10)))}, 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+async def test_a_request_s_pictures_are_freed_at_its_end(
+    name: str, sighted: Served, reader: pictures.PictureReader
 ) -> None:
-    """Which a request alone does not meet: the first is taken."""
+    path, fields, status = ENDS[name]
+    messages = conversation(PICTURE, picture(70, 60, len(name)), TEXT)
+    await sighted.post(path, status, **{"messages": messages, **fields})
+    await freed(reader)
+
+
+async def test_pictures_of_all_requests_have_a_bound(
+    sighted: Served, reader: pictures.PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a request alone does not meet: the first is taken, and so is one after its end, or
+    after its client has gone."""
     monkeypatch.setattr(pictures, "_MAX_HELD_BYTES", 1)
-    monkeypatch.setattr(sighted.frontend._pictures, "_held", [])  # of tests before this one
     body = {"messages": conversation(PICTURE, TEXT), "temperature": 0, "ignore_eos": True}
-    path = "/v1/chat/completions"
     more = {"stream": True, "max_tokens": 100}
-    async with sighted.http.post(path, json=body | more) as response:
-        assert response.status == 200
-        assert await response.content.readline()
-        refused = await sighted.post(path, 503, **body, max_tokens=1)
-        assert "use all memory" in refused["error"]["message"]
-        assert b"[DONE]" in await response.content.read()
+    for stays in (True, False):
+        async with sighted.http.post(CHAT, json=body | more) as response:
+            assert response.status == 200
+            assert await response.content.readline()
+            refused = await sighted.post(CHAT, 503, **body, max_tokens=1)
+            assert "use all memory" in refused["error"]["message"]
+            if stays:
+                assert b"[DONE]" in await response.content.read()
+            else:
+                response.close()
+        await freed(reader)
+        await sighted.post(CHAT, **body, max_tokens=1)
+        await freed(reader)

@@ -20,7 +20,7 @@ from aioinfer.features.pictures.prompt import PlacedPicture, PromptPictures
 from aioinfer.features.pictures.sections import PictureRows, pack_pixels
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
-from aioinfer.scheduler.request import Use
+from aioinfer.scheduler.request import Request, Use
 from aioinfer.scheduler.steps import Row
 
 #: Bytes of pixels that a plan carries, beside one picture at least, and of one picture: a message
@@ -181,6 +181,13 @@ class Planning(StepFeature):
             rows = self.cache.use(placed.picture.key)
             found[first - row.start : end - row.start] = np.where(own >= 0, rows[own], -1)
         return found
+
+    def drop(self, request: Request) -> None:
+        """See `StepFeature.drop`: frees the pixels. Else they would stay until Python collects
+        garbage, since an ended request and its output refer to each other."""
+        for use in request.uses:
+            if isinstance(use, PictureUse):
+                use.pictures = PromptPictures(())
 
     def lose(self) -> None:
         """See `StepFeature.lose`."""

@@ -49,8 +49,8 @@ class PromptPictures:
 
     @property
     def end(self) -> int:
-        """The token behind the last placeholder."""
-        return self.placed[-1].end
+        """The token behind the last placeholder; 0 without pictures."""
+        return self.placed[-1].end if self.placed else 0
 
     @property
     def spans(self) -> list[KeyedSpan]:

@@ -17,7 +17,7 @@ from aioinfer.features.sources.sections import NewSources
 from aioinfer.ipc.sections import Section
 from aioinfer.models.source import SourceData
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
-from aioinfer.scheduler.request import Source, Use
+from aioinfer.scheduler.request import Request, Source, Use
 from aioinfer.scheduler.steps import Row
 
 #: Bytes of values that a plan carries, beside one source at least: a message of the plans' ring has
@@ -84,3 +84,9 @@ class Planning(StepFeature):
             np.array([len(each) for each in values], np.int32),
             np.concatenate(values),
         )
+
+    def drop(self, request: Request) -> None:
+        """See `StepFeature.drop`: frees the values. Else they would stay until Python collects
+        garbage, since an ended request and its output refer to each other."""
+        assert request.source is not None
+        request.source.data = None
