@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,22 @@ def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path):
     for (words, message), line in zip(cases, lines, strict=True):
         assert line.startswith("aioinfer: "), words
         assert message in line, words
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback(seconds: float):
+    """A terminal sends it to all processes, the fork server among them."""
+    call = [sys.executable, "-m", "aioinfer", "--config", "configs/smollm2.toml"]
+    with subprocess.Popen(
+        [*call, "--set", "server.port=0"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert "PyTorch is imported first" in process.stderr.readline()
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        assert "Traceback" not in process.stderr.read()  # of all processes, until they have ended
+    assert process.returncode in (0, 130, -signal.SIGINT)
 
 
 def test_version_and_a_call_without_arguments():

@@ -11,12 +11,13 @@ This module imports no PyTorch, so that the command line can call `start` first 
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 
 # processes that start together would restore each other's substitute
 _MAIN_MODULE_LOCK = threading.Lock()
@@ -24,10 +25,19 @@ _MAIN_MODULE_LOCK = threading.Lock()
 
 def start() -> None:
     """Starts the fork server, unless it runs, and does not wait for its imports: the start of the
-    first worker does."""
+    first worker does.
+
+    It begins with SIGINT blocked, and says itself what that does (see `worker.preload`): a
+    traceback of its imports would be all that Ctrl-C shows.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["aioinfer.worker.preload"])
-    with without_main_module():
-        forkserver.ensure_running()
+    resource_tracker.ensure_running()  # which would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        with without_main_module():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

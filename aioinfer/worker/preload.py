@@ -14,6 +14,11 @@ from aioinfer.worker.process import has_nvidia_gpu, name_process, set_library_de
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
 # `worker.process.main`), and the parent learns from this process how they ended.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+# Ctrl-C, which a terminal sends to all processes, is for the parent. It has been blocked so far
+# (see `executor.fork_server`). The parent ends without workers; so this process ends, too, without
+# a word, and not after its imports.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 # It ends with its parent, at once: to take PyTorch apart would need a second.
 atexit.register(os._exit, 0)
@@ -25,3 +30,5 @@ import aioinfer.worker.worker  # noqa: E402, F401
 
 if has_nvidia_gpu():
     import triton.compiler  # noqa: F401
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on the parent may have workers
