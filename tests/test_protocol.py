@@ -145,6 +145,8 @@ class TestSampling:
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
             ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
             ({"cache_salt": ""}, "cache_salt"),
+            ({"timeout_s": 0}, "timeout_s"),
+            ({"timeout_s": "1"}, "timeout_s"),
             ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"priority": 2**63}, "priority"),
         ],

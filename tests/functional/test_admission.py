@@ -184,19 +184,6 @@ async def test_a_reader_that_stalls_holds_nothing_past_its_deadline(served: Serv
         assert served.engine.scheduler.kv_cache.usage == 0
 
 
-async def test_a_request_in_time_is_let_be(served: Served, settings: Settings) -> None:
-    settings("server", request_timeout_s=20)
-    reply = await served.post(COMPLETIONS, **SHORT[COMPLETIONS] | {"timeout_s": 30})
-    assert reply["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("wrong", [0, -1, "1"])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_wrong_deadline(served: Served, path: str, wrong: Any) -> None:
-    reply = await served.post(path, 400, **SHORT[path] | {"timeout_s": wrong})
-    assert reply["error"]["param"] == "timeout_s"
-
-
 # ---------------------------------------------------------------- request ids
 
 

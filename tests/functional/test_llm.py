@@ -114,26 +114,6 @@ def test_logprobs_belong_to_the_tokens(llm):
         assert entry.logprob <= 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "fields", "param"),
-    [
-        ("", {}, "prompt"),
-        ([5, 60_000], {}, "prompt"),
-        ([5, -1], {}, "prompt"),
-        ([7] * 5000, {}, "prompt"),
-        ("x", {"max_tokens": 5000}, "max_tokens"),
-        ("x", {"min_tokens": 5000}, "min_tokens"),
-        ("x", {"logit_bias": {60_000: 1.0}}, "logit_bias"),
-        ("x", {"stop_token_ids": [-1]}, "stop_token_ids"),
-    ],
-)
-def test_requests_that_could_never_run_are_refused_at_once(llm, prompt, fields, param):
-    with pytest.raises(RequestError) as caught:
-        llm.generate([prompt], SamplingParams(**fields))
-    assert caught.value.param == param
-    assert llm.frontend.engines[0].scheduler.is_idle
-
-
 def test_what_users_of_vllm_write(llm):
     greedy = {"temperature": 0, "max_tokens": 6}
     question = [{"role": "user", "content": "Hello"}]

@@ -156,20 +156,6 @@ async def test_the_prefix_cache(served: Served) -> None:
     assert moved["prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
-async def test_a_stop_string_and_an_end_token(served: Served) -> None:
-    body = {"prompt": "The capital of France is", "max_tokens": 40, **EXACT}
-    change = await Change.begin(served.http)
-    first = await served.post("/v1/completions", **body, stop=["Paris"])
-    assert first["choices"][0]["finish_reason"] == "stop"
-    (token,) = (await served.frontend.encode(" Paris"))[:1]
-    second = await served.post("/v1/completions", **body, stop_token_ids=[token])
-    assert second["choices"][0]["stop_reason"] == token
-    usages = [reply["usage"] for reply in (first, second)]
-    tokens = [usage["completion_tokens"] for usage in usages]
-    prompt = sum(usage["prompt_tokens"] for usage in usages)
-    check_counts(await change.now(), prompt=prompt, tokens=tokens, stop=2)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_completions_and_prompts(served: Served, stream: bool) -> None:
     """Each completion is a request; each prompt counts once, as in the usage."""

@@ -18,11 +18,6 @@ PROMPT = "The capital of France is"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-async def test_models(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == [MODEL, "org/alias"]
-    assert (await client.models.retrieve(MODEL)).owned_by == "aioinfer"
-
-
 async def test_fields_without_a_value(client: openai.AsyncOpenAI, served: Served) -> None:
     """vLLM's `prompt_logprobs` is null where it was not asked for; the fingerprint is one for
     all."""
@@ -49,41 +44,6 @@ async def test_all_log_probabilities_need_a_setting(served: Served, name: str) -
     assert error["param"] == name
     assert error["message"].startswith(f"{name} must be in [0, 20], not -1, which are all 49152")
     assert "scheduler.max_logprobs = -1 permits it" in error["message"]
-
-
-async def test_completion(client: openai.AsyncOpenAI) -> None:
-    """Whole and streamed."""
-    body: Any = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "logprobs": 1}
-    whole = await client.completions.create(**body)
-    (choice,) = whole.choices
-    assert "Paris" in choice.text
-    assert choice.logprobs is not None
-    assert "".join(choice.logprobs.tokens or []) == choice.text
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == 8
-    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = [chunk async for chunk in await client.completions.create(**body, **options)]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert last.choices == []
-    assert last.usage == whole.usage
-
-
-async def test_chat(client: openai.AsyncOpenAI) -> None:
-    reply = await client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=6, n=2, logprobs=True,
-        top_logprobs=2,
-    )  # fmt: skip
-    assert [choice.index for choice in reply.choices] == [0, 1]
-    for choice in reply.choices:
-        assert choice.message.role == "assistant"
-        assert "capital" in (choice.message.content or "")
-        assert choice.logprobs is not None
-        tokens = [entry.token for entry in choice.logprobs.content or []]
-        assert "".join(tokens) == choice.message.content
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 12
-    assert reply.usage.prompt_tokens_details is not None
 
 
 async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
@@ -156,12 +116,6 @@ async def test_fields_of_the_client(client: openai.AsyncOpenAI) -> None:
     )  # fmt: skip
     assert chat.usage is not None
     assert chat.usage.completion_tokens == 4
-
-
-async def test_a_bad_request(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1)
-    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
 
 
 async def test_an_unknown_model(client: openai.AsyncOpenAI) -> None:

@@ -104,6 +104,8 @@ async def test_logprobs_name_tokens_by_id(without: Served) -> None:
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
         ("/v1/completions", {"prompt": PROMPT, "stop": "."}, "stop"),
         ("/v1/completions", {"prompt": PROMPT, "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": PROMPT, "guided_regex": "a"}, "guided_regex"),
+        ("/v1/completions", {"prompt": PROMPT, "bad_words": ["a"]}, "bad_words"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
         ("/tokenize", {"prompt": "a text"}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, "messages"),

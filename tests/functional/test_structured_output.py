@@ -15,7 +15,7 @@ import pytest
 from aioinfer.errors import RequestError
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
-from tests.functional.conftest import SMOLLM2, Served, serve
+from tests.functional.conftest import SMOLLM2, Served
 from tests.random_schemas import random_schemas
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
@@ -46,9 +46,7 @@ class City(pydantic.BaseModel):
     "fields",
     [
         {"response_format": FORMAT},
-        {"structured_outputs": {"json": CITY}},
         {"guided_json": CITY},
-        {"json_schema": CITY},
     ],
 )
 async def test_a_schema(served: Served, fields: dict[str, Any], temperature: float) -> None:
@@ -207,17 +205,6 @@ async def test_a_deep_schema(served: Served) -> None:
     choice = await served.complete(prompt="x", max_tokens=200, structured_outputs=fields)
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["text"]), schema)
-
-
-async def test_without_a_tokenizer() -> None:
-    async with serve(model__tokenizer="none", model__load_format="dummy") as served:
-        for fields, param in (
-            ({"guided_regex": "a"}, "guided_regex"),
-            ({"bad_words": ["a"]}, "bad_words"),
-        ):
-            reply = await served.post(COMPLETIONS, 400, prompt=[1, 2], **fields)
-            assert reply["error"]["param"] == param
-            assert "no tokenizer" in reply["error"]["message"]
 
 
 async def test_offline() -> None:
