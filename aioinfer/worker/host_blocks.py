@@ -1,9 +1,8 @@
 """Memory of the host for KV blocks beyond those of the device, and the copies between the two.
 
 A place of that memory has the bytes of one block, all layers one behind the other, so that a block
-crosses the host's link in one piece. On a CPU the copies are made at once. On a GPU they run beside
-the steps, on two streams of their own, through a staging buffer each, from which a kernel spreads
-the block over the layers, or into which it gathers it. Nothing waits on the host.
+can cross the host's link in one piece (`StagedCrossing`). On a CPU the copies are made at once. On
+a GPU they run beside the steps, on two streams of their own. Nothing waits on the host.
 
 What has to keep its order, and how (see `GpuCopies`):
 
@@ -158,12 +157,14 @@ def make_host_blocks(kv: KVTensors, memory: int, *, shared: bool = False) -> Hos
 
 def make_copies(kv: KVTensors, host: HostBlocks) -> BlockCopies:
     """Returns the copies of a rank between its KV cache and the host."""
-    return GpuCopies(kv, host) if kv.device.type == "cuda" else CpuCopies(kv, host)
+    if kv.device.type != "cuda":
+        return CpuCopies(kv, host)
+    return GpuCopies(kv, StagedCrossing(kv, host))
 
 
 def staging_bytes(block_bytes: Sequence[int]) -> int:
-    """Returns the bytes that `GpuCopies` take on the device, where the blocks of the groups take
-    `block_bytes`."""
+    """Returns the bytes that a `StagedCrossing` takes on the device, where the blocks of the groups
+    take `block_bytes`."""
     return 2 * max(_STAGING_BYTES, *block_bytes)
 
 
@@ -228,13 +229,52 @@ class _Running:
         return not (self.blocks.isdisjoint(blocks) and self.places.isdisjoint(places))
 
 
-class GpuCopies:
-    """Implements `BlockCopies` beside the steps of a GPU."""
+class Crossing(Protocol):
+    """How blocks cross the host's link: copies that are launched on the current stream."""
+
+    def to_device(self, moves: I32) -> None:
+        """Copies places of the host to blocks: int32 [n, 3], group, place and block."""
+
+    def to_host(self, moves: I32) -> None:
+        """Copies blocks to places of the host: int32 [n, 3], group, place and block."""
+
+
+class StagedCrossing:
+    """Implements `Crossing` through a staging buffer for each direction: one copy of the driver
+    moves a block, and a kernel spreads it over the layers, or gathers it from them."""
 
     def __init__(self, kv: KVTensors, host: HostBlocks):
         self._kv, self._host = kv, host
         size = staging_bytes(kv.block_bytes) // 2
         self._staging = torch.empty(2, size, dtype=torch.uint8, device=kv.device)
+
+    def to_device(self, moves: I32) -> None:
+        """See `Crossing.to_device`."""
+        for group, place, block in moves.tolist():
+            target = self._kv.block(group, block)
+            staged = self._staged(0, target)
+            staged.copy_(self._host.place(group, place, target), non_blocking=True)
+            target.copy_(staged)
+
+    def to_host(self, moves: I32) -> None:
+        """See `Crossing.to_host`."""
+        for group, place, block in moves.tolist():
+            source = self._kv.block(group, block)
+            staged = self._staged(1, source)
+            staged.copy_(source)
+            self._host.place(group, place, source).copy_(staged, non_blocking=True)
+
+    def _staged(self, buffer: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns a staging buffer in shape and dtype of a block. Its stream keeps the order of the
+        copies through it."""
+        return self._staging[buffer, : like.nbytes].view(like.dtype).view(like.shape)
+
+
+class GpuCopies:
+    """Implements `BlockCopies` beside the steps of a GPU."""
+
+    def __init__(self, kv: KVTensors, crossing: Crossing):
+        self._crossing = crossing
         self._loads, self._saves = (torch.cuda.Stream(kv.device) for _ in range(2))
         self._loading: deque[_Running] = deque()
         self._saving: deque[_Running] = deque()
@@ -268,11 +308,7 @@ class GpuCopies:
         with torch.cuda.stream(self._loads):
             for ticket in dict.fromkeys(tickets.tolist()):
                 own = moves[tickets == ticket]
-                for group, place, block, _ in own.tolist():
-                    target = self._kv.block(group, block)
-                    staged = self._staged(0, target)
-                    staged.copy_(self._host.place(group, place, target), non_blocking=True)
-                    target.copy_(staged)
+                self._crossing.to_device(own[:, :3])
                 end = self._loads.record_event()
                 blocks, places = _numbers(own[:, 0], own[:, 2]), _numbers(own[:, 0], own[:, 1])
                 self._loading.append(_Running(frozenset(blocks), frozenset(places), end))
@@ -288,11 +324,7 @@ class GpuCopies:
             if loads.shares(blocks, places):
                 self._saves.wait_event(loads.end)
         with torch.cuda.stream(self._saves):
-            for group, place, block in moves.tolist():
-                source = self._kv.block(group, block)
-                staged = self._staged(1, source)
-                staged.copy_(source)
-                self._host.place(group, place, source).copy_(staged, non_blocking=True)
+            self._crossing.to_host(moves)
             end = self._saves.record_event()
         self._saving.append(_Running(frozenset(blocks), frozenset(places), end))
         return end.synchronize
@@ -311,11 +343,6 @@ class GpuCopies:
                 end.synchronize()
 
         return wait
-
-    def _staged(self, buffer: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a staging buffer in shape and dtype of a block. Its stream keeps the order of the
-        copies through it."""
-        return self._staging[buffer, : like.nbytes].view(like.dtype).view(like.shape)
 
     @property
     def has_loads(self) -> bool:
