@@ -24,14 +24,14 @@ from aioinfer.sampling_params import PARAMETERS, SamplingParams
 #: The fields of a record that are not sampling parameters: the slot; where the packed arrays hold
 #: its tokens, biases and banned tokens, and how many; how many of the tokens are the prompt; the 64
 #: bits that key the noise of sampling; the first position that may take a banned token; how many
-#: tokens are computed already; the adapter slot of the request plus 1, 0 for none; and what is
-#: added to its positions where RoPE is applied, in models that have three positions a token.
+#: tokens are computed already; and what is added to its positions where RoPE is applied, in models
+#: that have three positions a token.
 _PLACES = (
     ("slot", np.int32), ("first_token", np.int32), ("num_tokens", np.int32),
     ("prompt_len", np.int32), ("seed_low", np.uint32), ("seed_high", np.uint32),
     ("first_bias", np.int32), ("num_bias", np.int32), ("first_banned", np.int32),
     ("num_banned", np.int32), ("banned_until", np.int32), ("num_computed", np.int32),
-    ("adapter", np.int32), ("rotary_offset", np.int32),
+    ("rotary_offset", np.int32),
 )  # fmt: skip
 _CROSSING = tuple(each for each in PARAMETERS if each.crosses)
 
@@ -60,7 +60,6 @@ class Admission:
         seed: the low 64 bits, with the position, key the noise of sampling.
         banned_until_min_tokens: the token ids that may not be sampled before `params.min_tokens`.
         num_computed: how many of the tokens are in the KV cache.
-        adapter: the adapter slot whose adapter its tokens have; -1 for none.
         rotary_offset: added to the positions of tokens behind its pictures where RoPE is applied.
     """
 
@@ -71,7 +70,6 @@ class Admission:
     seed: int = 0
     banned_until_min_tokens: Collection[int] = ()
     num_computed: int = 0
-    adapter: int = -1
     rotary_offset: int = 0
 
 
@@ -243,7 +241,6 @@ class AdmissionPacker:
                 *self._banned.add(banned, banned),
                 banned_until,
                 admission.num_computed,
-                admission.adapter + 1,
                 admission.rotary_offset,
                 *_parameters_of(params),
             )

@@ -41,10 +41,10 @@ class StepInputs:
         rotary: int32 [T], or [3, T] for tables with sections (see `rotary.Sections`): where rotary
             embeddings place each token; None: at its position.
         replays: where layers with a state look ahead; else None.
-        adapters: int32 [T], the adapter slot of each token, -1 for none and in padding; None where
-            no token has one.
         token_types: int32 [T], 0 for tokens of the first text of a pair and 1 for tokens of the
             second, in models that tell them apart; None in others.
+        slots: integers [R], the slot of each row; None in graphs of layers, which are replayed for
+            any rows, and in passes of a drafter.
     """
 
     input_ids: torch.Tensor
@@ -54,8 +54,8 @@ class StepInputs:
     groups: tuple[GroupInputs, ...]
     rotary: torch.Tensor | None = None
     replays: Replays | None = None
-    adapters: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
 
     @property
     def rotary_positions(self) -> torch.Tensor:
@@ -184,6 +184,7 @@ class Step:
             None where nothing reads them.
         pictures: the embeddings of pictures among the tokens; None where there are none.
         prompts: the vectors of soft prompts among the tokens, likewise.
+        padded: tokens that a graph of the layers computes, with padding, if it computes the step.
         memo: values that layers have computed for the step and other layers may use, by their own
             keys.
     """
@@ -198,4 +199,5 @@ class Step:
     taps: torch.Tensor | None = None
     pictures: StepPictures | None = None
     prompts: StepPictures | None = None
+    padded: int = 0
     memo: dict[Any, Any] = field(default_factory=dict)

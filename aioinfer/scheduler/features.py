@@ -123,6 +123,10 @@ class StepFeature:
     def expect(self, request: Request, use: Any) -> None:
         """Notes that a request with this use begins to wait. Called if the feature `holds_back`."""
 
+    def admit(self, request: Request, use: Any) -> None:
+        """Notes that a request with this use takes its slot in the step that is being planned.
+        Called if the feature `holds_back`."""
+
     def needs_step(self, *, is_idle: bool) -> bool:
         """Whether a plan is to be posted though it has no rows, for what the feature announces, or
         to hear of the workers where nothing else is posted (`is_idle`). Called if the feature
@@ -245,6 +249,12 @@ class StepFeatures:
         for use in request.uses if self._holding else ():
             if use.feature in self._holding:
                 self._holding[use.feature].expect(request, use)
+
+    def admit(self, request: Request) -> None:
+        """Notes that a request takes its slot; see `StepFeature.admit`."""
+        for use in request.uses if self._holding else ():
+            if use.feature in self._holding:
+                self._holding[use.feature].admit(request, use)
 
     def need_step(self, *, is_idle: bool) -> bool:
         """See `StepFeature.needs_step`."""

@@ -220,8 +220,7 @@ class PlanBuilder:
         self._packer.add(
             Admission(
                 request.slot, tokens, request.prompt_len, request.params, request.seed,
-                _banned_tokens(request), request.num_computed, request.adapter,
-                request.rotary_offset,
+                _banned_tokens(request), request.num_computed, request.rotary_offset,
             )
         )  # fmt: skip
 

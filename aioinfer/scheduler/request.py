@@ -167,7 +167,6 @@ class Request:
         num_settled: tokens after which the states in its blocks are once all posted steps have
             run, at least: the inputs of lookahead rows that are kept enter the states one step
             later (see `ipc.lookahead`).
-        adapter: the adapter slot of the workers that has its adapter; -1 for none.
         lookahead_state: kept by the feature that looks ahead for the request; None before that.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
@@ -222,7 +221,6 @@ class Request:
     num_computed: int = 0
     num_lookahead: int = 0
     num_settled: int = 0
-    adapter: int = -1
     lookahead_state: Any = None
     blocks: list[list[int]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)

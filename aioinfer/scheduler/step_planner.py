@@ -379,6 +379,8 @@ class StepPlanner:
         if request.num_cached < 0:
             self._count_first(request)
         builder.admit(request, size)
+        if request.uses:
+            self._features.admit(request)
         builder.grow_tables(request, 0)
         for group, block in prefix.copied:
             builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])

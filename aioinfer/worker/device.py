@@ -319,7 +319,6 @@ def _prepare_inputs(
     rotary = None
     if slots.rotary_offsets is not None:
         rotary = (positions + slots.rotary_offsets[token_slots]).int().expand(3, -1)
-    adapters = slots.params["adapter"][token_slots] - 1 if slots.has_adapters else None
     types = None
     if slots.has_token_types:
         types = token_types(positions, slots.params["second_text"][token_slots])
@@ -330,8 +329,8 @@ def _prepare_inputs(
         seq_lens=(starts + lengths).int(),
         groups=tuple(groups),
         rotary=rotary,
-        adapters=adapters,
         token_types=types,
+        slots=None if shift else slot_ids,
     )
 
 

@@ -18,11 +18,9 @@ import torch
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.kernels import prepare
-from aioinfer.kernels.adapter_tiles import assign_adapters
 from aioinfer.kernels.lookahead import resolve_starts
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.kernels.states import plan_replays
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import (
     GroupInputs,
@@ -110,19 +108,15 @@ class StepBuffers:
         rows, tokens: the maxima of a step.
         max_pending: the maximum of tokens that a row replays (see `StepInputs.replays`); 0 for
             steps that replay none.
-        adapters: the adapters on the device, if there are any.
 
     Attributes:
         rows, tokens: the same.
         whole: the buffers. Block tables start as zeros: padding names a block that exists.
     """
 
-    def __init__(
-        self, slots: Slots, rows: int, tokens: int, max_pending: int = 0,
-        adapters: AdapterSlots | None = None,
-    ):  # fmt: skip
+    def __init__(self, slots: Slots, rows: int, tokens: int, max_pending: int = 0):
         self.rows, self.tokens = rows, tokens
-        self._slots, self._max_pending, self._adapters = slots, max_pending, adapters
+        self._slots, self._max_pending = slots, max_pending
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=slots.device)
@@ -137,12 +131,11 @@ class StepBuffers:
             replays = Replays(zeros(rows), zeros(rows), zeros(rows))
         self.whole = StepInputs(
             zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary, replays,
-            None if adapters is None else zeros(tokens),
             zeros(tokens) if slots.has_token_types else None,
         )  # fmt: skip
 
-    def views(self, num_tokens: int, rows: int) -> StepInputs:
-        """Returns the beginnings of the buffers."""
+    def views(self, num_tokens: int, rows: int, slots: torch.Tensor | None = None) -> StepInputs:
+        """Returns the beginnings of the buffers, with the slots of the rows (int32 [R])."""
         whole = self.whole
         return StepInputs(
             whole.input_ids[:num_tokens],
@@ -155,8 +148,8 @@ class StepBuffers:
             ),
             None if whole.rotary is None else whole.rotary[:, :num_tokens],
             None if whole.replays is None else Replays(*(x[:rows] for x in whole.replays)),
-            None if whole.adapters is None else whole.adapters[:num_tokens],
             None if whole.token_types is None else whole.token_types[:num_tokens],
+            slots,
         )
 
     def prepare(
@@ -172,7 +165,7 @@ class StepBuffers:
             limits, keeps_first: int32 [R]; with these as `Device.prepare_successors`.
             offsets: int32 [R], see `LookaheadRows`; None without lookahead rows.
         """
-        slots, inputs = self._slots, self.views(num_tokens, len(rows[0]))
+        slots, inputs = self._slots, self.views(num_tokens, len(rows[0]), rows[0])
         tokens = slots.tokens if limits is None else slots.tokens[:, 1:]
         for group, tables in zip(inputs.groups, slots.tables_by_group, strict=True):
             filled = prepare.PreparedInputs(
@@ -186,10 +179,6 @@ class StepBuffers:
             )  # fmt: skip
         if inputs.replays is not None:
             plan_replays(rows, offsets, slots.state_lens, inputs.replays, self._max_pending)
-        adapters = self._adapters
-        if inputs.adapters is not None and adapters is not None and adapters.tokens.is_active:
-            of_slots = slots.params["adapter"]
-            assign_adapters(rows[0], inputs.query_starts, of_slots, inputs.adapters)
         if inputs.token_types is not None:
             second = slots.params["second_text"].index_select(0, rows[0])
             # models with token types have no graphs: there are as many tokens as the rows have
@@ -247,8 +236,8 @@ class GpuDevice(Device):
         size, dtype = model.stream_size, model.backend.dtype
         self.max_tokens = max(max_tokens, rows)
         self.plan = PlanBuffer(rows, len(slots.block_tables), device)
-        max_pending, adapters = model.backend.saved_rows[1], model.backend.adapters
-        self.buffers = StepBuffers(slots, rows, self.max_tokens, max_pending, adapters)
+        max_pending = model.backend.saved_rows[1]
+        self.buffers = StepBuffers(slots, rows, self.max_tokens, max_pending)
         self.logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
         self.stream = torch.empty(0, size, dtype=dtype, device=device)
         self.decoded: torch.Tensor | None = None
@@ -347,6 +336,7 @@ class GpuDevice(Device):
         inputs = self._successors.prepare(
             of_slots, num_tokens, max_length=longest, limits=limits, keeps_first=keeps_first
         )
+        inputs = dataclasses.replace(inputs, slots=None)
         return Step(
             inputs, num_decodes, has_prefill=num_decodes < len(rows.slots), has_lookahead=True,
             shares_prefix=False,
@@ -515,10 +505,13 @@ class GpuDevice(Device):
         self.buffers.prepare(rows, padded, max_length=max(_MIN_MIXED_ROW, longest), offsets=offsets)
         # graphs of layers read all rows of the buffers, which an earlier step may have filled
         self.buffers.whole.seq_lens[len(rows[0]) :].zero_()
-        inputs = self.buffers.views(num_tokens, len(rows[0]))
+        inputs = self.buffers.views(num_tokens, len(rows[0]), rows[0])
         sampled = None if places is None else SampledRows.of(inputs, places[0], places[1])
         taps = self._taps(num_tokens) if has_lookahead else None
-        return Step(inputs, num_decodes, sampled, host, has_lookahead=has_lookahead, taps=taps)
+        return Step(
+            inputs, num_decodes, sampled, host, has_lookahead=has_lookahead, taps=taps,
+            padded=padded,
+        )  # fmt: skip
 
     def last_tokens(self, plan: StepPlan) -> torch.Tensor:
         """See `Device.last_tokens`."""

@@ -219,7 +219,6 @@ class Slots:
         occurrences: the counts for penalties.
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
         uses_kernels: whether Triton kernels write and read the slots, and not plain torch.
-        has_adapters: whether requests may have adapters, by "adapter" of `params`.
         has_token_types: whether the model reads token types, by "second_text" of `params`.
     """
 
@@ -242,7 +241,6 @@ class Slots:
 
         self.device = device
         self.uses_kernels = uses_kernels
-        self.has_adapters = False
         self.has_token_types = has_token_types
         self.max_model_len = max_model_len
         self.block_size = block_size

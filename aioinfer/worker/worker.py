@@ -291,7 +291,8 @@ class Worker(CalledWorker):
                 self.memory.take_weights([self.model, self._drafter])
         if adapters is not None and adapters.products:
             with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
-                adapters.allocate(self._config.max_step_tokens)
+                limits = self._config.scheduler
+                adapters.allocate(self._config.max_step_tokens, limits.max_num_seqs)
             self._backend.adapters = adapters
 
     def _make_offload(self) -> Offload | None:

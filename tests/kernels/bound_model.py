@@ -57,7 +57,7 @@ class Bound:
         )
         self.model.load(folder, "auto", 0, lambda done, total: None)
         if self.backend.adapters is not None:
-            self.backend.adapters.allocate(80)
+            self.backend.adapters.allocate(80, 4)
         groups = self.groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
         self.kv = kv.tensors

@@ -148,7 +148,7 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
     generator, choices = torch.Generator().manual_seed(1), KernelChoices()
     slots = AdapterSlots(3, 4, torch.float32, CPU, uses_kernels=True, choices=choices)
     product = slots.adapt([Source(name, Shard.whole(12)) for name in "ab"], Shard.whole(24))
-    slots.allocate(tokens)
+    slots.allocate(tokens, tokens)
     added = torch.zeros(3, 24, 24)
     for slot, rank in enumerate((4, 1, 3)):
         weights = {
@@ -161,6 +161,8 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
         slots.enter(slot, slots.pack(weights, pinned=False), rank)
         added[slot] = torch.cat([0.5 * each.up @ each.down for each in weights.values()])
     of_tokens = torch.randint(-1, 3, (tokens,), dtype=torch.int32, generator=generator)
+    slots.tokens.of_slots.copy_(of_tokens + 1)
+    rows, starts = (torch.arange(n, dtype=torch.int32) for n in (tokens, tokens + 1))
     x, y = (torch.randn(tokens, 24, generator=generator) for _ in range(2))
     expected = y.clone()
     for slot in range(3):
@@ -168,7 +170,7 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
 
     def add(to: torch.Tensor) -> None:
         with slots:
-            slots.tokens.plan(Step(StepInputs(*[of_tokens] * 4, (), adapters=of_tokens), None))
+            slots.tokens.plan(Step(StepInputs(rows, rows, starts, rows, (), slots=rows), None))
             product.begin(x)
             product.add(x, to)
 

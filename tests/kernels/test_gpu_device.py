@@ -17,6 +17,7 @@ import pytest
 import torch
 from aioinfer.kernels import lookahead
 
+from aioinfer.features.adapters.sections import AdapterChanges
 from aioinfer.features.expert_load.sections import ExpertTokens
 from aioinfer.features.logprobs.sections import ALL, LogprobRows, Logprobs
 from aioinfer.features.pooled_states.sections import LAST, MEAN, PooledRows, PooledStates
@@ -495,9 +496,7 @@ def test_rows_of_several_adapters_share_steps(folder: Path) -> None:
     runner, plain = (
         make_runner(folder, kernels=kernels, num_adapters=2) for kernels in (True, False)
     )
-    first = first_plan()
-    records = first.sections[0].records
-    records["adapter"] = [2, 0, 1]
+    first = first_plan(AdapterChanges.of((), [(0, 1), (2, 0)], {}))
     plans = [
         first,
         *(plan_of(step, [2, 0, 1], [LENGTHS[s] + step - 1 for s in (2, 0, 1)], [1] * 3)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -62,12 +63,14 @@ class AdapterUse(Use):
     Attributes:
         adapter: the adapter.
         order: how many requests had begun to wait when the request did.
+        place: the slot of the workers that has its adapter, while the request runs.
     """
 
     feature: ClassVar[str] = "adapters"
 
     adapter: Adapter
     order: int = 0
+    place: int = -1
 
     def covers(self, start: int, end: int, samples: bool) -> bool:
         """No row: workers find the adapter of a row by its slot."""
@@ -121,6 +124,7 @@ class Planning(StepFeature):
         self._plan = 0  # the number of the plan that is being made
         self._changes: list[tuple[int, int, bool]] = []
         self._files: dict[int, AdapterFiles] = {}
+        self._admitted: list[tuple[int, int]] = []  # by the plan, as `AdapterChanges` has them
         self._awaits = False  # whether the plan is posted to hear what has been read
         self._removed: WeakSet[Adapter] = WeakSet()
         #: adapters that are to be read, are being read, are in memory of the host, and cannot be
@@ -168,12 +172,21 @@ class Planning(StepFeature):
         if slot.ready > self._plan or self._yields(request, use, place):
             return True
         slot.used = self._plan
-        request.adapter = place
+        use.place = place
         if self._turn is not None and self._turn.request is request:
             self._turn = None
         elif self._turn is not None and self._turn.place == place:
             self._turn.num_before -= 1
         return False
+
+    def admit(self, request: Request, use: Any) -> None:
+        """See `StepFeature.admit`."""
+        self._admitted.append((request.slot, use.place))
+
+    def _running(self) -> Iterator[AdapterUse]:
+        """Yields the adapters of the running requests that have one."""
+        found = (request.use(AdapterUse) for request in self.host.scheduler().running)
+        return (use for use in found if use is not None)
 
     @property
     def _is_alone(self) -> bool:
@@ -225,7 +238,7 @@ class Planning(StepFeature):
         """Returns the slot whose adapter was used least recently, of those that no running request
         has and that are not for another one's turn; None if there is none: then the one with the
         fewest is to become free."""
-        running = Counter(r.adapter for r in self.host.scheduler().running if r.adapter >= 0)
+        running = Counter(use.place for use in self._running())
         free = [
             place
             for place, slot in enumerate(self._slots)
@@ -266,11 +279,11 @@ class Planning(StepFeature):
     def announce(self) -> Section | None:
         """See `StepFeature.announce`."""
         self._plan += 1
-        if not self._changes and not self._awaits:
+        if not self._changes and not self._admitted and not self._awaits:
             return None
         self._awaits = False
-        section = AdapterChanges.of(self._changes, self._files)
-        self._changes, self._files = [], {}
+        section = AdapterChanges.of(self._changes, self._admitted, self._files)
+        self._changes, self._admitted, self._files = [], [], {}
         return section
 
     def take_report(self, section: Section) -> None:
@@ -312,14 +325,14 @@ class Planning(StepFeature):
         for numbers in (self._reading, self._read, self._failed):
             numbers.discard(number)
         place = self._place_of(number)
-        if place not in {r.adapter for r in self.host.scheduler().running}:
+        if place not in {use.place for use in self._running()}:
             self._empty(number)
         self._changes.append((number, DROP, False))
 
     def restart(self) -> None:
         """See `StepFeature.restart`: new workers have no adapters."""
         self._slots = [_Slot(ready=self._plan) for _ in self._slots]
-        self._changes, self._files, self._turn = [], {}, None
+        self._changes, self._admitted, self._files, self._turn = [], [], {}, None
         self._wanted.clear()
         for numbers in (self._reading, self._read, self._failed):
             numbers.clear()

@@ -42,6 +42,8 @@ class AdapterChanges(Section):
         numbers, slots: int32 [C], the adapter with this number enters this slot, or `READ`, or
             `DROP`.
         waits: int32 [C], 1 if the step's rows need it, and 0 if only later ones do.
+        rows, adapters: int32 [A], slots of requests that the step admits, and the adapter slot of
+            each; those without an adapter are left out.
         files: int32 [N], `AdapterFiles` of each adapter of `numbers` that is not dropped: UTF-8
             JSON of an object by number, filled up with spaces.
     """
@@ -49,17 +51,21 @@ class AdapterChanges(Section):
     numbers: I32 = array(np.int32)
     slots: I32 = array(np.int32)
     waits: I32 = array(np.int32)
+    rows: I32 = array(np.int32)
+    adapters: I32 = array(np.int32)
     files: I32 = array(np.int32)
 
     @classmethod
     def of(
-        cls, changes: Iterable[tuple[int, int, bool]], files: Mapping[int, AdapterFiles]
-    ) -> AdapterChanges:
-        """Returns the section of (number, slot, waits)."""
+        cls, changes: Iterable[tuple[int, int, bool]], admitted: Iterable[tuple[int, int]],
+        files: Mapping[int, AdapterFiles],
+    ) -> AdapterChanges:  # fmt: skip
+        """Returns the section of (number, slot, waits) and of (row, adapter)."""
         numbers, slots, waits = np.array(list(changes), np.int32).reshape(-1, 3).T
+        rows, adapters = np.array(list(admitted), np.int32).reshape(-1, 2).T
         text = json.dumps(files).encode()
         packed = np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)
-        return cls(numbers, slots, waits, packed)
+        return cls(numbers, slots, waits, rows, adapters, packed)
 
     def files_by_number(self) -> dict[int, AdapterFiles]:
         """Returns the files of adapters."""

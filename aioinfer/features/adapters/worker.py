@@ -144,7 +144,6 @@ class Work(WorkerFeature):
         if adapters is None:
             return
         self._adapters = adapters
-        rank.slots.has_adapters = True
         self._of_slots = np.zeros(len(rank.slots.tokens), np.int32)
         is_gpu = rank.device.type == "cuda"
         self.host = HostAdapters(adapters, rank.config.lora.host_bytes, pinned=is_gpu)
@@ -163,14 +162,18 @@ class Work(WorkerFeature):
         for entered in self._entering:  # with an earlier plan
             torch.cuda.current_stream().wait_event(entered)
         self._entering = []
-        changes = plan.section(AdapterChanges)
+        changes, tokens = plan.section(AdapterChanges), self._adapters.tokens
+        admitted = plan.admissions.records["slot"]
+        before = self._of_slots[admitted]
+        self._of_slots[admitted] = 0
         if changes is not None:
             self._take(changes)
+            self._of_slots[changes.rows] = changes.adapters + 1
             if not len(plan.slots):
                 self.host.await_read(_MAX_WAIT_S)
-        records = plan.admissions.records
-        self._of_slots[records["slot"]] = records["adapter"]
-        self._adapters.tokens.is_active = bool(self._of_slots[plan.slots].any())
+        if (self._of_slots[admitted] != before).any():
+            tokens.of_slots.copy_(self.rank.upload(self._of_slots))
+        tokens.is_active = bool(self._of_slots[plan.slots].any())
 
     def _take(self, changes: AdapterChanges) -> None:
         files = changes.files_by_number()

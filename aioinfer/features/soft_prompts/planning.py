@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from aioinfer.errors import RequestError
+from aioinfer.features.adapters.planning import AdapterUse
 from aioinfer.features.soft_prompts.sections import SoftPromptRows
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
@@ -57,13 +58,9 @@ class Planning(StepFeature):
     def plan(self, rows: Sequence[Row]) -> Section:
         """See `StepFeature.plan`."""
         columns = [
-            (
-                row.request.slot,
-                row.request.adapter,
-                row.start,
-                min(row.end, row.use.tokens) - row.start,
-            )
+            (row.request.slot, use.place, row.start, min(row.end, row.use.tokens) - row.start)
             for row in rows
+            if (use := row.request.use(AdapterUse)) is not None
         ]
         slots, adapters, starts, counts = np.array(columns, np.int32).T
         return SoftPromptRows(*map(np.ascontiguousarray, (slots, adapters, starts, counts)))

@@ -131,9 +131,11 @@ class AdapterSlots:
         """Bytes of a slot."""
         return (sum(self._sizes) + self.parts.size) * self.dtype.itemsize
 
-    def allocate(self, tokens: int) -> None:
-        """Makes the memory of the slots, for steps of up to `tokens` tokens."""
+    def allocate(self, tokens: int, requests: int) -> None:
+        """Makes the memory of the slots, for steps of up to `tokens` tokens, and for so many
+        requests that run."""
         dtype, device = self.dtype, self._device
+        self.tokens.of_slots = torch.zeros(requests, dtype=torch.int32, device=device)
         self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
         for product in self._all_products:
             product.allocate(self.memory)

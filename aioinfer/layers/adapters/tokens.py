@@ -39,9 +39,12 @@ class AdapterTokens:
     Attributes:
         is_active: whether a token of the step that is being computed may have an adapter.
         ranks: int32 [count], of the adapter in each slot.
+        of_slots: int32 [requests], the adapter slot of each request's slot plus 1, 0 for none; made
+            by `allocate`.
         workspace: of the kernels; made by `allocate`.
     """
 
+    of_slots: torch.Tensor
     workspace: AdapterWorkspace
 
     def __init__(
@@ -55,7 +58,9 @@ class AdapterTokens:
         self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tokens = 0
-        #: of the planned step: the adapter slots of all tokens, and of the sampled ones
+        #: the adapter slots of a step's tokens, where graphs read them; and of the planned step,
+        #: of all tokens and of the sampled ones
+        self._buffer: torch.Tensor | None = None
         self._given: torch.Tensor | None = None
         self._sampled: torch.Tensor | None = None
         #: on a CPU: by the number of tokens, the tokens of each slot
@@ -80,6 +85,7 @@ class AdapterTokens:
 
         layout, device = RankLayout(self.count, self.max_rank, merged), self.ranks.device
         self.workspace = AdapterWorkspace.empty(tokens, layout, inputs, dtype, device)
+        self._buffer = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
         self._sampled_tiles = AdapterTiles.empty(tokens, layout, dtype, device)
 
@@ -111,16 +117,18 @@ class AdapterTokens:
     def adapters_of(self, step: Step, rows: int) -> torch.Tensor | None:
         """Returns the adapter slot (int32 [rows], negative for none) of each row of a layer, which
         has all tokens of a step or the sampled ones; None where no token may have an adapter."""
-        given, sampled = step.inputs.adapters, step.sampled
-        if not self.is_active or given is None or rows == len(given):
-            return given if self.is_active else None
+        given, sampled = self.of_tokens(step), step.sampled
+        if given is None or rows == len(given):
+            return given
         assert sampled is not None, "neither all tokens nor the sampled ones"
         return given.index_select(0, sampled.last)
 
     def of_tokens(self, step: Step) -> torch.Tensor | None:
         """Returns the adapter slot (int32 [T], negative for none) of each of a step's tokens; None
         where none may have an adapter."""
-        return step.inputs.adapters if self.is_active else None
+        if not self.is_active or self._buffer is None:
+            return self._given if self.is_active else None
+        return self._buffer[: len(step.inputs.input_ids)]
 
     def adapters_at(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the adapter slots (int32 [N], negative for none) of tokens of the planned step,
@@ -145,9 +153,10 @@ class AdapterTokens:
     def plan(self, step: Step) -> None:
         """Finds the tokens of each adapter in a step, while `is_active`; before its products. On a
         GPU this may be captured in a CUDA graph."""
-        adapters, sampled = step.inputs.adapters, step.sampled
-        if not self.is_active or adapters is None:
+        slots, sampled = step.inputs.slots, step.sampled
+        if not self.is_active or slots is None:
             return
+        adapters = self._assign(slots, step)
         self._tokens = len(adapters)
         self._by_slot = {}
         self._given = self._sampled = adapters
@@ -155,6 +164,20 @@ class AdapterTokens:
         if sampled is not None:
             self._sampled = adapters.index_select(0, sampled.last)
             self._sort(self._sampled, is_sampled=True)
+
+    def _assign(self, slots: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns the adapter slot (int32 [T], negative for none) of each token of a step, whose
+        rows have these slots."""
+        inputs, tokens = step.inputs, len(step.inputs.input_ids)
+        if self._buffer is None:
+            lengths = inputs.query_starts.diff()
+            of_rows = self.of_slots.index_select(0, slots) - 1
+            return of_rows.repeat_interleave(lengths, output_size=tokens)
+        from aioinfer.kernels.adapter_tiles import assign_adapters
+
+        given = self._buffer[: max(tokens, step.padded)]
+        assign_adapters(slots, inputs.query_starts, self.of_slots, given)
+        return given[:tokens]
 
     def _sort(self, adapters: torch.Tensor, *, is_sampled: bool) -> None:
         if not self.uses_kernels:
