@@ -57,9 +57,9 @@ def test_adapters_do_not_change_the_head(tmp_path: Path) -> None:
     """A drafter's passes have other tokens than the step whose tokens are sorted by adapter."""
     folder, _ = mtp_model("glm4_moe", tmp_path)
     slots = AdapterSlots(1, 4, torch.float32, CPU, uses_kernels=False)
-    backend = Backend(CPU, torch.float32, ParallelGroup(0, 1), adapters=slots, wants_mtp=True)
+    backend = Backend(CPU, torch.float32, ParallelGroup(0, 1), extension=slots, wants_mtp=True)
     build_model(folder, backend, model_options())
-    assert backend.adapters is slots
+    assert backend.extension is slots
     modules = {module for product in slots.products for module in product.modules}
     assert "model.layers.1.self_attn.q_proj" in modules
     assert not any("layers.2." in module for module in modules)

@@ -162,7 +162,7 @@ def test_all_features_are_found_by_name() -> None:
 
 def rank_with_experts(num_layers: int) -> Any:
     rank = rank_of(make_slots([SamplingParams()] * 3, VOCAB))
-    rank.model.backend = SimpleNamespace(group=rank.model.vocabulary.group, adapters=None)
+    rank.model.backend = SimpleNamespace(group=rank.model.vocabulary.group, extension=None)
     counter = SimpleNamespace(layer=1, experts=(0, 1), ranks=(0, 0), tokens=torch.zeros(2).int())
     rank.model.expert_counters, rank.model.layer_numbers = [counter] * num_layers, range(2)
     return rank

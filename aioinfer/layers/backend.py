@@ -17,7 +17,7 @@ from aioinfer.layers.state_rows import SavedInputs
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
-    from aioinfer.layers.adapters.slots import AdapterSlots
+    from aioinfer.layers.extension import Extension
     from aioinfer.layers.transfers import Offload
 
 
@@ -62,7 +62,7 @@ class Backend:
             keep the inputs; (0, 0) where no row looks ahead. The worker sets it before layers are
             bound.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
-        adapters: the adapters on the device; None where there are none.
+        extension: what a feature adds to the layers; None for nothing.
         offload: what a model that is made is to have on the host; None for nothing.
         wants_mtp: whether the model is to have its head that predicts further tokens.
         wants_embedding: whether the last stage of a pipeline has the embedding, too, since a
@@ -88,7 +88,7 @@ class Backend:
     is_hopper: bool = False
     saved_rows: tuple[int, int] = (0, 0)
     cascade: bool = False
-    adapters: AdapterSlots | None = None
+    extension: Extension | None = None
     offload: Offload | None = None
     wants_mtp: bool = False
     wants_embedding: bool = False

@@ -7,9 +7,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.adapters.products import RowProduct
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.extension import Extension, RowExtension, Terms
 from aioinfer.layers.formats.affine import (
     AffineRows,
     AffineWeight,
@@ -121,7 +120,7 @@ class Embedding:
     ):
         self.vocabulary = vocabulary
         shape = vocabulary.shard_size, hidden_size
-        self._adapted: RowProduct | None = None
+        self._extension: RowExtension | None = None
         #: rows that stay quantized
         self.quantized: AffineRows | None = None
         if scheme is not None:
@@ -150,23 +149,22 @@ class Embedding:
             self.weight = _dequantize(self.quantized, self.vocabulary, self.weight)
             self.quantized = None
 
-    def adapt(self, slots: AdapterSlots) -> None:
-        """Lets adapters change the embeddings."""
+    def extend(self, extension: Extension) -> None:
+        """Lets an extension add to the embeddings."""
         own, width = self.vocabulary.own_ids, Shard.whole(self.weight.shape[1])
-        self._adapted = slots.adapt_rows([Source(self._name, width)], own)
+        self._extension = extension.extend_rows([Source(self._name, width)], own)
 
     def __call__(
         self, input_ids: torch.Tensor, out: torch.Tensor | None = None,
-        adapters: torch.Tensor | None = None,
+        terms: Terms | None = None,
     ) -> ResidualStream:  # fmt: skip
         """Returns the residual stream of the embeddings [T, hidden_size] of input_ids int32 [T].
 
         Args:
             out: [T, hidden_size] to write to; by default a new tensor.
-            adapters: int32 [T], the adapter slot of each token, negative for none; None where none
-                has one.
+            terms: of the extension, for the tokens; None where none has one.
         """
-        stream = self._look_up(input_ids, out, adapters)
+        stream = self._look_up(input_ids, out, terms)
         if self._scale != 1.0:
             stream.hidden.mul_(self._scale)
         return stream
@@ -177,36 +175,36 @@ class Embedding:
         return self._look_up_in_torch(input_ids) * self._scale
 
     def _look_up(
-        self, input_ids: torch.Tensor, out: torch.Tensor | None, adapters: torch.Tensor | None
+        self, input_ids: torch.Tensor, out: torch.Tensor | None, terms: Terms | None
     ) -> ResidualStream:
         backend, start = self._backend, self.vocabulary.start
         if self._kernel is None:
-            hidden = self._look_up_in_torch(input_ids, adapters)
+            hidden = self._look_up_in_torch(input_ids, terms)
             return ResidualStream(hidden if out is None else out.copy_(hidden), backend)
         if backend.all_reduce is None:
             hidden = self._kernel(input_ids, self.weight, first=start, out=out, pdl=backend.pdl)
-            self._add_adapters(input_ids, hidden, adapters)
+            self._add_terms(input_ids, hidden, terms)
             return ResidualStream(hidden, backend)
         partial = backend.all_reduce.partial[: len(input_ids)]
         self._kernel(input_ids, self.weight, first=start, out=partial, pdl=backend.pdl)
-        self._add_adapters(input_ids, partial, adapters)
+        self._add_terms(input_ids, partial, terms)
         total = torch.empty_like(partial) if out is None else out
         return ResidualStream(total, backend, partial, is_first=True)
 
-    def _add_adapters(
-        self, input_ids: torch.Tensor, hidden: torch.Tensor, adapters: torch.Tensor | None
+    def _add_terms(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, terms: Terms | None
     ) -> None:
-        """Adds what adapters add to this rank's embeddings, before they are summed and scaled."""
-        if self._adapted is not None and adapters is not None:
-            self._adapted.add_looked_up(input_ids, hidden, adapters)
+        """Adds the extension of this rank's embeddings, before they are summed and scaled."""
+        if self._extension is not None and terms is not None:
+            self._extension.add_looked_up(input_ids, hidden, terms)
 
     def _look_up_in_torch(
-        self, input_ids: torch.Tensor, adapters: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, terms: Terms | None = None
     ) -> torch.Tensor:
         vocabulary = self.vocabulary
         if vocabulary.group.size == 1:
             embedded = self._rows(input_ids)
-            self._add_adapters(input_ids, embedded, adapters)
+            self._add_terms(input_ids, embedded, terms)
             return embedded
         if vocabulary.local_size == 0:
             size = len(input_ids), self.weight.shape[1]
@@ -215,7 +213,7 @@ class Embedding:
         out_of_shard = (local < 0) | (local >= vocabulary.local_size)
         embedded = self._rows(local.masked_fill(out_of_shard, 0))
         embedded = embedded.masked_fill_(out_of_shard.unsqueeze(-1), 0)
-        self._add_adapters(input_ids, embedded, adapters)
+        self._add_terms(input_ids, embedded, terms)
         return vocabulary.group.all_reduce(embedded)
 
     def _rows(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -266,7 +264,7 @@ class LMHead:
         self._backend = backend
         self.held_bytes = 0
         zeros = partial(torch.zeros, dtype=backend.dtype, device=backend.device)
-        self._adapted: RowProduct | None = None
+        self._extension: RowExtension | None = None
         self._bias: torch.Tensor | None = zeros(vocabulary.shard_size) if bias else None
         #: rows that are loaded as they are quantized
         self._quantized: AffineRows | None = None
@@ -332,14 +330,15 @@ class LMHead:
         is_half = is_quantized and has_half_products(backend)
         return DenseWeight([self._source], columns, backend, weight, is_half=is_half)
 
-    def adapt(self, slots: AdapterSlots) -> None:
-        """Lets adapters change the logits, also of a tied head: the embedding stays as it is."""
+    def extend(self, extension: Extension) -> None:
+        """Lets an extension add to the logits, also of a tied head: the embedding stays as it
+        is."""
         rows = Source(self._name, self._vocabulary.own_ids)
-        self._adapted = slots.adapt_rows([rows], Shard.whole(self._hidden_size))
+        self._extension = extension.extend_rows([rows], Shard.whole(self._hidden_size))
 
     def __call__(
         self, hidden: torch.Tensor, norm: Norm | None, out: torch.Tensor | None = None,
-        adapters: torch.Tensor | None = None,
+        terms: Terms | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Returns the logits [S, local_size] of this rank's tokens, for hidden [S, hidden_size] and
         the model's last norm, or none: in the model's dtype with kernels, else in float32.
@@ -347,15 +346,14 @@ class LMHead:
         Args:
             out: [S, shard_size] in the model's dtype to write to, of which the result is a part; by
                 default a new tensor.
-            adapters: int32 [S], the adapter slot of each row, negative for none; None where none
-                has one.
+            terms: of the extension, for the rows; None where none has one.
         """
         assert self.weight is not None
-        if self._adapted is not None and adapters is not None:
+        if self._extension is not None and terms is not None:
             hidden, norm = (hidden, None) if norm is None else (norm(hidden), None)
         logits = self.weight.multiply(hidden, Epilogue(norm, out=out))
-        if self._adapted is not None and adapters is not None:
-            self._adapted.add_rows(hidden, logits[:, : self._vocabulary.local_size], adapters)
+        if self._extension is not None and terms is not None:
+            self._extension.add_rows(hidden, logits[:, : self._vocabulary.local_size], terms)
         if not self._backend.has_kernels:
             logits = logits.float()
         if self._bias is not None:

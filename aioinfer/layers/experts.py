@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.adapters.experts import ExpertAdapters
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, Weight
 from aioinfer.layers.layer import Part
@@ -37,7 +36,7 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex, Weigh
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
-    from aioinfer.layers.adapters.products import AdaptedProduct
+    from aioinfer.layers.extension import ExpertExtension, ProductExtension, Terms
 
 
 class Expert:
@@ -82,16 +81,16 @@ class Expert:
             return self.down.multiply(ACTIVATIONS[self._activation](self.gate_up.multiply(x)))
         return self.down.multiply(self.gate_up.multiply(x, Epilogue(gate=self._activation)))
 
-    def adapted(
-        self, x: torch.Tensor, products: ExpertAdapters, place: int, adapters: torch.Tensor
+    def extended(
+        self, x: torch.Tensor, extension: ExpertExtension, place: int, terms: Terms
     ) -> torch.Tensor:
-        """Returns what `__call__` does, with adapters; `place` and `adapters` as in
-        `ExpertProduct.add`, of `products`."""
+        """Returns what `__call__` does, with an extension; `place` and `terms` as in
+        `ExpertExtension.add`."""
         both = self._first(x)
-        products.first.add(place, x, both, adapters)
+        extension.add(place, x, both, terms, is_first=True)
         gated = self._activate(both)
         output = self._second(gated)
-        products.second.add(place, gated, output, adapters)
+        extension.add(place, gated, output, terms, is_first=False)
         return output
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,16 +222,16 @@ class SharedGate:
 
     Attributes:
         weight: [1, hidden_size], which every rank has.
-        adapted: what adapters add to the product; None where there are none.
+        extension: what is added to the product; None for nothing.
     """
 
     def __init__(self, name: str, hidden_size: int, backend: Backend):
         self._name = name
         self.weight = torch.zeros(1, hidden_size, dtype=backend.dtype, device=backend.device)
-        self.adapted: AdaptedProduct | None = None
-        if backend.adapters is not None:
+        self.extension: ProductExtension | None = None
+        if backend.extension is not None:
             source = Source(name, Shard.whole(1))
-            self.adapted = backend.adapters.adapt([source], Shard.whole(hidden_size))
+            self.extension = backend.extension.extend([source], Shard.whole(hidden_size))
 
     def weight_shards(self) -> NamedShards:
         """Yields where the checkpoint's tensor goes."""
@@ -240,12 +239,12 @@ class SharedGate:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the factors [T, 1] of the expert's output for x [T, hidden_size]."""
-        adapted = self.adapted
-        if adapted is None or not adapted.is_active:
+        extension = self.extension
+        if extension is None or not extension.is_active:
             return F.linear(x, self.weight).sigmoid()
-        adapted.begin(x)
+        extension.begin(x)
         logits = F.linear(x, self.weight)
-        adapted.add(x, logits)
+        extension.add(x, logits)
         return logits.sigmoid()
 
 
@@ -310,7 +309,7 @@ class MixtureMLP(Part):
         norm: of the residual stream before router and experts.
         backend: of the rank.
         latents: the projections around the experts, or None.
-        adapted: what adapters add to the experts; None where they cannot.
+        extension: what is added to the experts; None for nothing.
     """
 
     supports_graphs = False
@@ -324,10 +323,10 @@ class MixtureMLP(Part):
         norm: Norm,
         backend: Backend,
         latents: ExpertLatents | None = None,
-        adapted: ExpertAdapters | None = None,
+        extension: ExpertExtension | None = None,
     ):
         self.router, self.experts, self._shared = router, experts, shared
-        self._latents, self._adapted = latents, adapted
+        self._latents, self._extension = latents, extension
         self._placed, self._norm = placed, norm
         self.counter = placed.counter
         self.needs_all_ranks = backend.expert_group is not None
@@ -372,17 +371,17 @@ class MixtureMLP(Part):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
-        adapters = None if self._adapted is None else self._adapted.of_rows(step, len(stream))
-        self.add_to(stream, adapters)
+        extension = self._extension
+        self.add_to(stream, None if extension is None else extension.terms_of(step, len(stream)))
 
-    def add_to(self, stream: ResidualStream, adapters: torch.Tensor | None = None) -> None:
+    def add_to(self, stream: ResidualStream, terms: Terms | None = None) -> None:
         """Adds the mixture of the stream's tokens to the stream, which may have none.
 
         Args:
-            adapters: int32 [T], the adapter slot of each token; None where none has one.
+            terms: of the extension, for the tokens; None where none has one.
         """
         x, own = stream.normed(self._norm), self.router.norm
-        output = self._mix(x, x if own is None else own(stream.inputs), adapters)
+        output = self._mix(x, x if own is None else own(stream.inputs), terms)
         if self._shared is not None and len(x):
             output += self._shared(x)
         stream.add_over_ranks(output)
@@ -391,19 +390,19 @@ class MixtureMLP(Part):
         self,
         x: torch.Tensor,
         routed: torch.Tensor | None = None,
-        adapters: torch.Tensor | None = None,
+        terms: Terms | None = None,
     ) -> torch.Tensor:
         """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size] for
         x [T, hidden_size]; in an `expert_group` the whole sum, of its own tokens. `routed` [T,
         hidden_size] are the router's inputs, by default x."""
         weights, chosen = self.router(x if routed is None else routed)
         if self._latents is not None:
-            return self._latents.up(self._sum(self._latents.down(x), weights, chosen, adapters))
-        return self._sum(x, weights, chosen, adapters)
+            return self._latents.up(self._sum(self._latents.down(x), weights, chosen, terms))
+        return self._sum(x, weights, chosen, terms)
 
     def _sum(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor,
-        adapters: torch.Tensor | None,
+        terms: Terms | None,
     ) -> torch.Tensor:  # fmt: skip
         """Returns this rank's part of the weighted sum of the outputs of chosen experts (weights
         and places [T, top_k]), or in an `expert_group` the whole sum, like x [T, channels]."""
@@ -425,19 +424,19 @@ class MixtureMLP(Part):
         for place, count in enumerate(here):
             if count:
                 pairs = slice(first, first + count)
-                output = self._compute(place, x, tokens[pairs], adapters)
+                output = self._compute(place, x, tokens[pairs], terms)
                 total.index_add_(0, tokens[pairs], output * weights[pairs].to(x.dtype))
                 first += count
         return total
 
     def _compute(
-        self, place: int, x: torch.Tensor, tokens: torch.Tensor, adapters: torch.Tensor | None
+        self, place: int, x: torch.Tensor, tokens: torch.Tensor, terms: Terms | None
     ) -> torch.Tensor:
         """Returns the outputs of the expert at a place of this rank for some tokens of x."""
         expert = self.experts[place]
-        if adapters is None or self._adapted is None:
+        if terms is None or self._extension is None:
             return expert(x[tokens])
-        return expert.adapted(x[tokens], self._adapted, place, adapters[tokens])
+        return expert.extended(x[tokens], self._extension, place, terms[tokens])
 
     def _multiply(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Returns the outputs of this rank's experts for rows [R, hidden_size], of which the first

@@ -51,7 +51,6 @@ from aioinfer.kernels.expert_sum import summed_product
 from aioinfer.kernels.expert_sum import supports as supports_sum
 from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, format_name
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
-from aioinfer.layers.adapters.experts import ExpertAdapters
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
 from aioinfer.layers.experts import (
@@ -61,6 +60,7 @@ from aioinfer.layers.experts import (
     SharedExpert,
     SharedGate,
 )
+from aioinfer.layers.extension import ExpertExtension, Terms
 from aioinfer.layers.mixture import ExpertRouter, PlacedExperts, Routing
 from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.residual import ResidualStream
@@ -93,7 +93,7 @@ class KernelMixtureMLP(MixtureMLP):
         backend: of the rank.
         stacks_shared: as above.
         shared_gate: of the expert of all tokens among the stacked ones, or None.
-        latents, adapted: as in `MixtureMLP`.
+        latents, extension: as in `MixtureMLP`.
     """
 
     supports_graphs = True
@@ -110,10 +110,10 @@ class KernelMixtureMLP(MixtureMLP):
         stacks_shared: bool = False,
         shared_gate: SharedGate | None = None,
         latents: ExpertLatents | None = None,
-        adapted: ExpertAdapters | None = None,
+        extension: ExpertExtension | None = None,
     ):
         local = placed.local
-        super().__init__(router, (), placed, shared, norm, backend, latents, adapted)
+        super().__init__(router, (), placed, shared, norm, backend, latents, extension)
         self.stacked = stacked
         self._shared_gate = shared_gate
         self._shared_route: SharedRoute | None = None
@@ -167,13 +167,13 @@ class KernelMixtureMLP(MixtureMLP):
         for tokens, scanned, routing, products in self._configurations():
             x = torch.zeros(tokens, hidden_size, dtype=backend.dtype, device=backend.device)
             fused = self._fused_norm(tokens)
-            adapters = None
-            if self._adapted is not None and self._adapted.is_active:
-                fused = None  # with adapters the routing never norms
-                adapters = torch.full((tokens,), -1, dtype=torch.int32, device=backend.device)
+            terms = None
+            if self._extension is not None and self._extension.is_active:
+                fused = None  # with terms the routing never norms
+                terms = torch.full((tokens,), -1, dtype=torch.int32, device=backend.device)
             for norm in (None,) if fused is None else (None, fused):
                 routed = self._route(x, buckets=not scanned, config=routing, norm=norm)
-                self._add(ResidualStream(x.clone(), backend), x, routed, products, adapters)
+                self._add(ResidualStream(x.clone(), backend), x, routed, products, terms)
         for linear in self._latents or ():
             linear.warm_up(None)
 
@@ -209,8 +209,9 @@ class KernelMixtureMLP(MixtureMLP):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
-        adapters = None if self._adapted is None else self._adapted.of_rows(step, len(stream))
-        may_fuse = stream.is_reduced and adapters is None
+        extension = self._extension
+        terms = None if extension is None else extension.terms_of(step, len(stream))
+        may_fuse = stream.is_reduced and terms is None
         norm = self._fused_norm(len(stream)) if may_fuse else None
         x = stream.normed(self._norm) if norm is None else stream.inputs
         own = self.router.norm
@@ -219,7 +220,7 @@ class KernelMixtureMLP(MixtureMLP):
         places = step.inputs.token_places
         slots = places if len(places) == len(x) else None
         routed = self._route(of_router, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=norm)
-        self._add(stream, x, routed, adapters=adapters)
+        self._add(stream, x, routed, terms=terms)
 
     def _fused_norm(self, tokens: int) -> RMSNorm | None:
         """Returns the norm if routing and first product compute it: for one token, if nothing else
@@ -254,15 +255,15 @@ class KernelMixtureMLP(MixtureMLP):
         x: torch.Tensor,
         routed: RoutedTokens,
         configs: _Configs = (None, None),
-        adapters: torch.Tensor | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """Adds the weighted sum of the experts' outputs for x [T, hidden_size] to the stream; x is
-        normed by now, or the routing did it. `adapters` as in `MixtureMLP.add_to`."""
+        normed by now, or the routing did it. `terms` as in `MixtureMLP.add_to`."""
         rows = x if self._latents is None else self._latents.down(x)
-        if adapters is None:
+        if terms is None:
             sums = self._products(x, rows, routed, configs)
         else:
-            sums = partial(sum_pairs, self._adapted_pairs(rows, routed, configs, adapters), routed)
+            sums = partial(sum_pairs, self._extended_pairs(rows, routed, configs, terms), routed)
         self._add_sums(stream, x, sums)
 
     def _products(
@@ -288,28 +289,28 @@ class KernelMixtureMLP(MixtureMLP):
         )  # fmt: skip
         return partial(sum_pairs, pairs, routed)
 
-    def _adapted_pairs(
-        self, rows: torch.Tensor, routed: RoutedTokens, configs: _Configs, adapters: torch.Tensor
+    def _extended_pairs(
+        self, rows: torch.Tensor, routed: RoutedTokens, configs: _Configs, terms: Terms
     ) -> torch.Tensor:
         """Returns the weighted outputs of all pairs [T * top_k, channels] for `rows` [T, channels]
-        with adapters, which are added behind both products: the first one's activation is a launch
-        of its own."""
-        adapted, stacked, pdl = self._adapted, self.stacked, self._backend.pdl
-        assert adapted is not None
+        with the extension, which is added behind both products: the first one's activation is a
+        launch of its own."""
+        extension, stacked, pdl = self._extension, self.stacked, self._backend.pdl
+        assert extension is not None
         tokens = len(rows)
         options = {"dtype": rows.dtype, "pdl": pdl}
-        tiles = adapted.tiles_of(adapters, routed)
+        sorted_pairs = extension.sort(terms, routed)
         both = expert_product(
             self._quantized(rows, tokens, stacked.first.input_format), stacked.gate_up, routed,
             gated=True, bias=stacked.biases[0], activation=LINEAR, config=configs[0], **options,
         )  # fmt: skip
-        adapted.first.add_to_pairs(rows, both, tiles, is_first=True)
+        extension.add_to_pairs(rows, both, sorted_pairs, is_first=True)
         gated = _activated(both, stacked.activation, pdl=pdl)
         pairs = expert_product(
             self._quantized(gated, tokens, stacked.second.input_format), stacked.down, routed,
             gated=False, bias=stacked.biases[1], config=configs[1], **options,
         )  # fmt: skip
-        adapted.second.add_to_pairs(gated, pairs, tiles, is_first=False)
+        extension.add_to_pairs(gated, pairs, sorted_pairs, is_first=False)
         return pairs
 
     def _add_sums(
@@ -458,8 +459,8 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         """Adds the mixture of the stream's tokens to the stream, which may have none."""
         self._add_tokens(stream, step.inputs.token_places)
 
-    def add_to(self, stream: ResidualStream, adapters: torch.Tensor | None = None) -> None:
-        """See `MixtureMLP.add_to`; without adapters."""
+    def add_to(self, stream: ResidualStream, terms: Terms | None = None) -> None:
+        """See `MixtureMLP.add_to`; without an extension."""
         self._add_tokens(stream, None)
 
     def _add_tokens(self, stream: ResidualStream, mapping: torch.Tensor | None) -> None:

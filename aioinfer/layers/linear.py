@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.adapters.products import RowProduct
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.extension import RowExtension, Terms
 from aioinfer.layers.formats import make_weight
 from aioinfer.layers.formats.base import Epilogue, Weight
 from aioinfer.layers.formats.dense import DenseWeight
@@ -66,8 +66,8 @@ class ColumnParallelLinear:
     def reorder_rows(self, order: torch.Tensor) -> None:
         """Puts output feature `order[i]` (int64 [out]) at place i. Called before `finalize`."""
         self.weight.row_order = self._order = order
-        if self.weight.adapted is not None:
-            self.weight.adapted.row_order = order
+        if self.weight.extension is not None:
+            self.weight.extension.row_order = order
 
     def finalize(self) -> None:
         """Prepares the loaded weight and bias for the device."""
@@ -100,8 +100,8 @@ class ColumnParallelLinear:
         if norm is None or (stream.is_reduced and not stream.is_parallel):
             x = stream.inputs
         else:
-            adapted = self.weight.adapted  # which take inputs as they are
-            is_plain = adapted is None or not adapted.is_active
+            extension = self.weight.extension  # which takes inputs as they are
+            is_plain = extension is None or not extension.is_active
             format = self.weight.input_format(len(stream)) if is_plain else None
             x = stream.normed(norm) if format is None else stream.normed_for(norm, format)
             norm = None
@@ -158,8 +158,8 @@ class RowParallelLinear:
         """Has the input `order[i]` (int64 [in]) at place i: that of `Weight.input_order`. Called
         before `finalize`."""
         self.weight.reads_in_order = True
-        if self.weight.adapted is not None:
-            self.weight.adapted.input_order = order
+        if self.weight.extension is not None:
+            self.weight.extension.input_order = order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, out], the same on every rank, for this rank's part of x [T, in]."""
@@ -245,12 +245,12 @@ class LatentExpansion:
     ):
         self._weight: Weight | None = weight
         self._source, self._quantization = source, quantization
-        #: what adapters add; and the adapter slot of each row, negative for none
-        self._adapted: RowProduct | None = None
-        self._adapters: torch.Tensor | None = None
-        if backend.adapters is not None:
+        #: what is added to the products, and the terms of the rows at hand
+        self._extension: RowExtension | None = None
+        self._terms: Terms | None = None
+        if backend.extension is not None:
             columns = Shard.whole(shape.latent_size)
-            self._adapted = backend.adapters.adapt_rows([source], columns)
+            self._extension = backend.extension.extend_rows([source], columns)
         self._shape = shape
         self._backend = backend
         self._matrix: torch.Tensor | None = None
@@ -283,34 +283,31 @@ class LatentExpansion:
         return self._matrix
 
     def of_tokens(self, step: Step, tokens: slice | torch.Tensor) -> LatentExpansion:
-        """Returns the projection as some tokens of a step have it, with their adapters: for as many
+        """Returns the projection as some tokens of a step have it, with its extension: for as many
         latents, queries or sums; `tokens`: which of the step's, integers [N] or a slice."""
-        given = None if self._adapted is None else self._adapted.adapters_of(step)
+        given = None if self._extension is None else self._extension.terms_of(step)
         return self if given is None else self._with(given[tokens])
 
     def of_rows(self, step: Step, rows: torch.Tensor) -> LatentExpansion:
         """Returns the projection as the sequences of some rows of a step have it, integers [N];
         see `of_tokens`."""
-        given = None if self._adapted is None else self._adapted.adapters_of(step)
+        given = None if self._extension is None else self._extension.terms_of(step)
         if given is None:
             return self
         return self._with(given[step.inputs.query_starts[rows]])
 
-    def _with(self, adapters: torch.Tensor) -> LatentExpansion:
+    def _with(self, terms: Terms) -> LatentExpansion:
         bound = copy.copy(self)
-        bound._adapters = adapters
+        bound._terms = terms
         return bound
 
-    @property
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of keys [num_heads, plain_size, latent_size] and of values [num_heads,
-        value_size, latent_size]."""
-        return self._of_heads(self.matrix)
+    def _keys_of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of keys [num_heads, plain_size, columns] of [out, columns]."""
+        return matrix.unflatten(0, (self._shape.num_heads, -1))[:, : self._shape.plain_size]
 
-    def _of_heads(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of keys and of values of [out, columns], by head."""
-        by_head = matrix.unflatten(0, (self._shape.num_heads, -1))
-        return by_head[:, : self._shape.plain_size], by_head[:, self._shape.plain_size :]
+    def _values_of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of values [num_heads, value_size, columns] of [out, columns]."""
+        return matrix.unflatten(0, (self._shape.num_heads, -1))[:, self._shape.plain_size :]
 
     def expand(
         self, latents: torch.Tensor, out: torch.Tensor | None = None
@@ -326,24 +323,21 @@ class LatentExpansion:
             out = F.linear(latents, self.matrix)
         else:
             torch.mm(latents, self.matrix.t(), out=out)
-        if self._adapted is not None and self._adapters is not None:
-            self._adapted.add_rows(latents, out, self._adapters)
+        if self._extension is not None and self._terms is not None:
+            self._extension.add_rows(latents, out, self._terms)
         both = out.view(len(latents), shape.num_heads, shape.plain_size + shape.value_size)
         keys, values = both.split((shape.plain_size, shape.value_size), dim=-1)
         return keys, values
 
     def absorb(self, queries: torch.Tensor) -> torch.Tensor:
         """Returns queries over latents [T, num_heads, latent_size] for queries [T, num_heads,
-        plain_size]. With adapters, W + B A in the place of W, W^T q becomes W^T q + A^T (B^T q)."""
-        weight, _ = self._parts
+        plain_size]."""
         shape = len(queries), self._shape.num_heads, self._shape.latent_size
         absorbed = queries.new_empty(shape)
+        weight = self._keys_of(self.matrix)
         torch.bmm(queries.transpose(0, 1), weight, out=absorbed.transpose(0, 1))
-        if self._adapted is not None and self._adapters is not None:
-            up, _ = self._of_heads(self._adapted.up)
-            shrunk = torch.bmm(queries.transpose(0, 1), up)
-            shrunk = self._adapted.keep_own(shrunk, self._adapters)
-            absorbed.add_((shrunk @ self._adapted.down).transpose(0, 1))
+        if self._extension is not None and self._terms is not None:
+            self._extension.add_from_outputs(queries, absorbed, self._terms, self._keys_of)
         return absorbed
 
     def values_of(self, sums: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -353,15 +347,12 @@ class LatentExpansion:
         Args:
             out: to write to; by default a new tensor.
         """
-        _, weight = self._parts
+        weight = self._values_of(self.matrix)
         if out is None:
             out = sums.new_empty(len(sums), self._shape.num_heads, self._shape.value_size)
         torch.bmm(sums.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
-        if self._adapted is not None and self._adapters is not None:
-            _, up = self._of_heads(self._adapted.up)
-            shrunk = (sums @ self._adapted.down.t()).transpose(0, 1)
-            shrunk = self._adapted.keep_own(shrunk, self._adapters)
-            out.add_(torch.bmm(shrunk, up.transpose(1, 2)).transpose(0, 1))
+        if self._extension is not None and self._terms is not None:
+            self._extension.add_by_heads(sums, out, self._terms, self._values_of)
         return out
 
 

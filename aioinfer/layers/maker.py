@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.adapters.experts import ExpertAdapters, ExpertProduct
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.bidirectional_attention import (
@@ -107,7 +106,12 @@ def make_mixture(
         f"{name}.{names.experts}.{names.stacked[0]}",
         f"{name}.{names.experts}.{names.stacked[1]}",
     )
-    adapted = _adapt_experts(make, stacks, sources, placed, takes_stacked=takes_stacked)
+    extension = make.backend.extension
+    extended = None
+    if extension is not None:
+        extended = extension.extend_experts(
+            make.backend, stacks, sources, placed, takes_stacked=takes_stacked
+        )
     if takes_stacked and of_all and _is_alike(make, shape, sources[0], of_all):
         stacked = _stacked_experts(make, [*sources, of_all], placed.channels, activation)
         return _kernel_mixture(
@@ -117,18 +121,18 @@ def make_mixture(
     if of_all:
         channels = row_shard(shape.shared_size, make.backend)
         expert = _make_expert(make, of_all, channels, activation)
-        make.adapt(expert.gate_up, of_all[:-1], Shard.whole(make.hidden_size))
-        make.adapt(expert.down, of_all[-1:], channels)
+        make.extend(expert.gate_up, of_all[:-1], Shard.whole(make.hidden_size))
+        make.extend(expert.down, of_all[-1:], channels)
         shared = SharedExpert(expert, gate, shape.shared_scale)
     latents = _make_latents(make, name, shape, names) if shape.latent_size else None
     if takes_stacked:
         stacked = _stacked_experts(make, sources, placed.channels, activation)
         return _kernel_mixture(
-            make, router, stacked, placed, shared, norm, latents=latents, adapted=adapted
+            make, router, stacked, placed, shared, norm, latents=latents, extension=extended
         )
     experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
     return make.keep(
-        MixtureMLP(router, experts, placed, shared, norm, make.backend, latents, adapted)
+        MixtureMLP(router, experts, placed, shared, norm, make.backend, latents, extended)
     )
 
 
@@ -154,55 +158,19 @@ def make_biased_mixture(
         f"{name}.router", routing, make.hidden_size, make.backend,
         make.backend.dtype if takes_stacked else torch.float32,
     )  # fmt: skip
-    adapted = _adapt_experts(
-        make, (f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"),
-        [[places.gate_up, places.down] for places in here], placed,
-        takes_stacked=takes_stacked, in_turns=True, channels=channels,
-    )  # fmt: skip
+    extension, extended = make.backend.extension, None
+    if extension is not None:
+        extended = extension.extend_experts(
+            make.backend, (f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"),
+            [[places.gate_up, places.down] for places in here], placed,
+            takes_stacked=takes_stacked, in_turns=True, channels=channels,
+        )  # fmt: skip
     if takes_stacked:
         stacked = _stacked_biased_experts(make, here, channels, swiglu)
-        return _kernel_mixture(make, router, stacked, placed, None, norm, adapted=adapted)
+        return _kernel_mixture(make, router, stacked, placed, None, norm, extension=extended)
     experts = [_make_biased_expert(make, places, channels, swiglu) for places in here]
-    return make.keep(MixtureMLP(router, experts, placed, None, norm, make.backend, adapted=adapted))
-
-
-def _adapt_experts(
-    make: PartMaker, stacks: tuple[str, str], here: list[Sources], placed: PlacedExperts,
-    *, takes_stacked: bool, in_turns: bool = False, channels: Shard | None = None,
-) -> ExpertAdapters | None:  # fmt: skip
-    """Returns what adapters add to this rank's experts; None where they cannot.
-
-    Args:
-        stacks: the modules of all experts' weights: gates and ups, and downs.
-        here: the rows of each expert.
-        takes_stacked: whether the kernels compute the mixture.
-        in_turns: the checkpoint has the rows of gates and ups in turns.
-        channels: of each expert, if not those of `placed`.
-    """
-    slots, channels = make.backend.adapters, channels or placed.channels
-    if slots is None or not slots.has_experts:
-        return None
-    if make.backend.expert_group is not None:
-        raise ConfigError(
-            "'experts' in lora.targets is not supported with parallel.expert_parallel between "
-            "engines"
-        )
-    order, is_gated = None, in_turns or len(here[0]) > 2
-    if takes_stacked and is_gated:
-        from aioinfer.layers.expert_stacks import interleaved_order
-
-        order = interleaved_order(channels.size, in_turns=in_turns)
-    elif in_turns:
-        order = torch.arange(2 * channels.size).view(-1, 2).t().flatten()
-    numbers, total = placed.local_experts, len(set(placed.experts))
-    first, second = [each[:-1] for each in here], [each[-1:] for each in here]
-    whole = Shard.whole(second[0][0].rows.total)
-    return ExpertAdapters(
-        slots,
-        ExpertProduct(
-            slots, stacks[0], first, whole, numbers, total, merged=1 + is_gated, order=order
-        ),
-        ExpertProduct(slots, stacks[1], second, channels, numbers, total, merged=1),
+    return make.keep(
+        MixtureMLP(router, experts, placed, None, norm, make.backend, extension=extended)
     )
 
 
@@ -317,8 +285,8 @@ def _takes_stacked(
 def _is_alike(make: PartMaker, shape: MixtureShape, expert: Sources, of_all: Sources) -> bool:
     """Whether the expert that every token takes can lie among the others of a rank, which has
     channels of every expert: it has their size, their format, and their order of rows."""
-    if make.backend.adapters is not None:
-        return False  # its linear layers have adapters like those of any MLP
+    if make.backend.extension is not None:
+        return False  # its linear layers are extended like those of any MLP
     is_different = shape.shared_size != shape.expert_size or shape.latent_size
     if is_different or shape.shared_scale != 1.0:
         return False

@@ -189,20 +189,20 @@ class PartMaker:
     ) -> ColumnParallelLinear:
         """Returns a column-parallel layer, by default of the residual stream."""
         columns = Shard.whole(in_features or self.hidden_size)
-        weight = self.adapt(self.weight(sources, columns), sources, columns)
+        weight = self.extend(self.weight(sources, columns), sources, columns)
         return self.keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
 
     def row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
         """Returns a row-parallel layer; its outputs are the residual stream's."""
         source = Source(name, Shard.whole(self.hidden_size))
-        weight = self.adapt(self.weight([source], columns), [source], columns)
+        weight = self.extend(self.weight([source], columns), [source], columns)
         linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)
         return self.keep(linear)
 
-    def adapt(self, weight: Weight, sources: Sequence[Source], columns: Shard) -> Weight:
-        """Returns a weight whose products adapters may change, if there are any."""
-        if self.backend.adapters is not None:
-            weight.adapted = self.backend.adapters.adapt(sources, columns)
+    def extend(self, weight: Weight, sources: Sequence[Source], columns: Shard) -> Weight:
+        """Returns a weight, with what the backend's extension adds to its products."""
+        if self.backend.extension is not None:
+            weight.extension = self.backend.extension.extend(sources, columns)
         return weight
 
     def rotary(self, rope: RopeConfig, head_size: int) -> RotaryTable:
@@ -306,7 +306,7 @@ class PartMaker:
         kept = self.backend, self._made, self._tables
         first = ParallelGroup(0, self.backend.group.size)
         meta = torch.device("meta")
-        self.backend = replace(self.backend, device=meta, group=first, adapters=None)
+        self.backend = replace(self.backend, device=meta, group=first, extension=None)
         self._made, self._tables = Made(), {}
         measured: list[tuple[str, WeightShard]] = []
         try:

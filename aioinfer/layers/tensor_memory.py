@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 
-from aioinfer.layers.adapters.slots import AdapterSlots
-from aioinfer.layers.adapters.tokens import AdapterTokens
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.extension import Extending
 from aioinfer.layers.parallel import ParallelGroup
 
 #: Where tensors begin in a range, in bytes: kernels load 128 bits at a time, and TMA needs 128.
 _ALIGNMENT = 512
 #: What models refer to and does not belong to them.
-_FOREIGN = (
-    Backend, ParallelGroup, AdapterSlots, AdapterTokens, type, types.ModuleType, weakref.ref
-)  # fmt: skip
+_FOREIGN = (Backend, ParallelGroup, Extending, type, types.ModuleType, weakref.ref)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 

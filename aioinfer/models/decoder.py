@@ -280,7 +280,7 @@ class DecoderModel(BuiltModel):
         tied = config.tied_embeddings
         self.head: LMHead | None = head or make.head("lm_head", embedding, tied=tied)
         self._forget_ends(tied=tied)
-        self._adapt_ends()
+        self._extend_ends()
         if self.backend.num_stages == 1:
             self.kv_specs = [layer.kv_specs for layer in self.layers]
         self.mtp: MtpHead | None = None
@@ -311,8 +311,8 @@ class DecoderModel(BuiltModel):
             raise ConfigError(
                 'speculation.method = "mtp" needs a model with a head that predicts further tokens'
             )
-        # made without adapters: they sort a step's tokens, and the head's passes hold others
-        adapters, self.backend.adapters = self.backend.adapters, None
+        # made without extension, which knows the tokens of a step: the head's passes hold others
+        extension, self.backend.extension = self.backend.extension, None
         if self.backend.num_stages > 1:
             with self._make.measuring():
                 specs = mtp().layer.kv_specs
@@ -320,7 +320,7 @@ class DecoderModel(BuiltModel):
             self.mtp = mtp()
             specs = self.mtp.layer.kv_specs
             self.layer_numbers = range(self.layer_numbers.start, self.layer_numbers.stop + 1)
-        self.backend.adapters = adapters
+        self.backend.extension = extension
         self.kv_specs = [*self.kv_specs, specs]
 
     @property
@@ -367,17 +367,11 @@ class DecoderModel(BuiltModel):
             self._elsewhere.update(name for name, _ in part.weight_shards())
             self._make.forget(part)
 
-    def _adapt_ends(self) -> None:
-        """Lets adapters change the embedding and the head, where that is wanted."""
-        slots = self.backend.adapters
-        if slots is None:
-            return
-        slots.add_prompts(self.hidden_size)
-        if slots.has_embeddings and self.backend.stage == 0:
-            assert self.embedding is not None
-            self.embedding.adapt(slots)
-        if slots.has_embeddings and self.head is not None:
-            self.head.adapt(slots)
+    def _extend_ends(self) -> None:
+        """Lets an extension add to the embedding and the head."""
+        if self.backend.extension is not None:
+            embedding = self.embedding if self.backend.stage == 0 else None
+            self.backend.extension.extend_ends(self.hidden_size, embedding, self.head)
 
     def is_unused(self, name: str) -> bool:
         """See `BuiltModel`."""
@@ -416,8 +410,8 @@ class DecoderModel(BuiltModel):
     def plan(self, step: Step) -> None:
         """See `CausalLM.plan`."""
         super().plan(step)
-        if self.backend.adapters is not None:
-            self.backend.adapters.tokens.plan(step)
+        if self.backend.extension is not None:
+            self.backend.extension.plan(step)
 
     def connect_experts(self, max_tokens: int) -> None:
         """See `CausalLM.connect_experts`."""
@@ -446,9 +440,9 @@ class DecoderModel(BuiltModel):
         has_side = self.stream_size > self.hidden_size
         if received is None:
             assert self.embedding is not None
-            slots, ids = self.backend.adapters, step.inputs.input_ids
-            adapters = None if slots is None else slots.tokens.of_tokens(step)
-            stream = self.embedding(ids, None if has_side else out, adapters)
+            extension, ids = self.backend.extension, step.inputs.input_ids
+            terms = None if extension is None else extension.terms_of(step)
+            stream = self.embedding(ids, None if has_side else out, terms)
             if step.prompts is not None:
                 step.prompts.enter(stream.hidden)
             if self._positions is not None:
@@ -506,9 +500,9 @@ class DecoderModel(BuiltModel):
         """See `CausalLM.logits`."""
         assert self.head is not None
         assert self.norm is not None
-        slots = self.backend.adapters
-        adapters = None if slots is None else slots.tokens.adapters_at(tokens)
-        return self.head(hidden, self.norm, out, adapters)
+        extension = self.backend.extension
+        terms = None if extension is None else extension.terms_at(tokens)
+        return self.head(hidden, self.norm, out, terms)
 
     def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """See `CausalLM.finish_all`."""

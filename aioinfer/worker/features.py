@@ -24,6 +24,8 @@ from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.ipc.sections import I32, Section
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.extension import Extension
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.drafters.drafter import Drafter
@@ -207,6 +209,14 @@ class WorkerFeature:
         self.rank = rank
         self.is_needed = True
 
+    @classmethod
+    def extend_layers(
+        cls, config: Config, backend: Backend, dtype: torch.dtype
+    ) -> Extension | None:
+        """Returns what the feature adds to the layers of a model that is made for a backend; None
+        for nothing. Of one feature at most."""
+        return None
+
     # ---------------------------------------------------------------- a step, in this order
 
     def begin(self, plan: StepPlan) -> None:
@@ -312,6 +322,14 @@ class WorkerFeature:
         part of the largest step; None if it has no kernels of its own. A message that late rows
         wait for has all bits set then."""
         return None
+
+
+def extend_layers(config: Config, backend: Backend, dtype: torch.dtype) -> Extension | None:
+    """Returns what a feature adds to the layers of the model that is made next, in a dtype; None
+    for nothing. See `WorkerFeature.extend_layers`."""
+    halves = _halves(config.model.features)
+    found = (module.Work.extend_layers(config, backend, dtype) for module in halves)
+    return next(filter(None, found), None)
 
 
 class Active(NamedTuple):
@@ -451,8 +469,7 @@ class StepWorks:
     def load(cls, rank: Rank, names: Iterable[str] = ()) -> StepWorks:
         """Returns the worker halves of the package's features, and of the features of other
         packages by their `names`. Raises ConfigError."""
-        features = importlib.import_module("aioinfer.features")
-        return cls(module.Work(rank) for module in features.load_halves("worker", tuple(names)))
+        return cls(module.Work(rank) for module in _halves(names))
 
     def of(self, plan: StepPlan, *, samples: bool = True) -> StepCalls:
         """Returns the calls of the features that a plan concerns, where the rank does not sample of
@@ -520,6 +537,11 @@ class StepWorks:
         late = [work for work in self.all if type(work).late_rows is not WorkerFeature.late_rows]
         found = [work.dummy_section(range(rows), [1] * rows) for work in late]
         return [each for each in found if each is not None]
+
+
+def _halves(names: Iterable[str]) -> Sequence[Any]:
+    """Returns the modules of all worker halves, with those of other packages by their `names`."""
+    return importlib.import_module("aioinfer.features").load_halves("worker", tuple(names))
 
 
 def sections_of(pending: Iterable[PendingSection]) -> list[Section]:

@@ -247,7 +247,7 @@ class GpuDevice(Device):
             self.decoded = torch.zeros(rows, size, dtype=dtype, device=device)
         self.graphs = StepGraphs(
             self.plan, slots, looks_for_prefixes=model.backend.cascade,
-            adapters=model.backend.adapters,
+            extension=model.backend.extension,
         )  # fmt: skip
         self._local_size, self._backend = model.vocabulary.local_size, model.backend
         self._hidden_size = model.hidden_size

@@ -23,7 +23,7 @@ import torch
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
-from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.layers.extension import Extension
 from aioinfer.worker.slots import Slots
 
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
@@ -229,9 +229,10 @@ class StepGraphs:
     """The graphs of one rank; none until `GraphBodies.capture`.
 
     Attributes:
-        decode, sharing, lookahead, adapted: of decode steps by their rows; `sharing` look for
-            shared prefixes, `lookahead` may have lookahead rows and adapters, `adapted` adapters.
-        mixed, mixed_adapted: of the layers of steps with prompts, by their tokens.
+        decode, sharing, lookahead, extended: of decode steps by their rows; `sharing` look for
+            shared prefixes, `extended` have the extension of the layers, `lookahead` have it, too,
+            and may have lookahead rows.
+        mixed, mixed_extended: of the layers of steps with prompts, by their tokens.
         idle: of a step without rows.
         nbytes: GPU memory that they have taken.
         looks_for_prefixes: whether there is a set that looks for shared prefixes.
@@ -239,13 +240,13 @@ class StepGraphs:
 
     def __init__(
         self, plan: PlanBuffer, slots: Slots, *, looks_for_prefixes: bool,
-        adapters: AdapterSlots | None = None,
+        extension: Extension | None = None,
     ):  # fmt: skip
-        """`plan`: the buffer that the graphs of decode steps read; `adapters`: on the device."""
+        """`plan`: the buffer that the graphs of decode steps read; `extension`: of the layers."""
         self.decode, self.sharing, self.lookahead = CudaGraphs(), CudaGraphs(), CudaGraphs()
-        self.adapted, self.mixed_adapted = CudaGraphs(), CudaGraphs()
+        self.extended, self.mixed_extended = CudaGraphs(), CudaGraphs()
         self.mixed, self.idle = CudaGraphs(), CudaGraphs()
-        self._adapters = adapters
+        self._extension = extension
         self.nbytes = 0
         self.looks_for_prefixes = looks_for_prefixes
         self._plan = plan
@@ -272,21 +273,21 @@ class StepGraphs:
         )
 
     @property
-    def has_adapters(self) -> bool:
-        """Whether a row of the step may have an adapter."""
-        return self._adapters is not None and self._adapters.tokens.is_active
+    def is_extended(self) -> bool:
+        """Whether the step has the extension of the layers."""
+        return self._extension is not None and self._extension.is_active
 
     @property
     def layers(self) -> CudaGraphs:
         """The graphs of layers of the step, if it has prompts."""
-        return self.mixed_adapted if self.has_adapters else self.mixed
+        return self.mixed_extended if self.is_extended else self.mixed
 
     def replay_decode(self, plan: StepPlan) -> None:
         """Replays the graph of a step that `has_decode`, and that is in the plan buffer."""
         if plan.section(LookaheadRows) is not None:
             graphs = self.lookahead
-        elif self.has_adapters:
-            graphs = self.adapted
+        elif self.is_extended:
+            graphs = self.extended
         elif self._prefixes is not None and self._prefixes.may_save(plan.slots):
             graphs = self.sharing
         else:

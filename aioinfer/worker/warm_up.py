@@ -273,10 +273,10 @@ class GraphBodies:
     def launch_mixed(self, tokens: int) -> None:
         """Launches all layers but the last for `tokens` tokens, of the rows that the plans on the
         GPU describe."""
-        device, adapters = self.device, self._model.backend.adapters
+        device, extension = self.device, self._model.backend.extension
         taps = None if device.taps is None else device.taps[:tokens]
         step = Step(device.buffers.views(tokens, device.plan.rows), None, taps=taps)
-        with nullcontext() if adapters is None else adapters.tokens.expecting(tokens):
+        with nullcontext() if extension is None else extension.expecting(tokens):
             _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()
@@ -292,15 +292,15 @@ class GraphBodies:
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(device.slots.device)[0]
         pool, rows = torch.cuda.graph_pool_handle(), len(device.slots.tokens)
-        adapters = self._model.backend.adapters or nullcontext()
+        extension = self._model.backend.extension
         device.plan.clear_growth()
         graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool)
-        with adapters:
+        with extension or nullcontext():
             if device.plan.rows > rows:
                 sizes = lookahead_sizes(device.plan.rows)
                 graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool)
-            if self._model.backend.adapters is not None:
-                graphs.adapted.capture(decode_sizes(rows), self.launch_decode, pool)
+            if extension is not None:
+                graphs.extended.capture(decode_sizes(rows), self.launch_decode, pool)
         # whether other engines' ranks wait for steps without rows
         if self._model.backend.expert_group is not None:
             graphs.idle.capture([1], self.launch_idle, pool)
@@ -315,9 +315,9 @@ class GraphBodies:
             sizes = mixed_sizes(min(device.max_tokens, most))
             self.clear_mixed(sizes[-1])
             graphs.mixed.capture(sizes, self.launch_mixed, pool)
-            if self._model.backend.adapters is not None:
-                with adapters:
-                    graphs.mixed_adapted.capture(sizes, self.launch_mixed, pool)
+            if extension is not None:
+                with extension:
+                    graphs.mixed_extended.capture(sizes, self.launch_mixed, pool)
         torch.cuda.synchronize()
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 

@@ -24,7 +24,6 @@ from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import ReadTally
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.layers.transfers import Offload, Transfers
@@ -34,7 +33,7 @@ from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.called_worker import CalledWorker
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import Rank, StepWorks, extend_layers
 from aioinfer.worker.host_blocks import staging_bytes
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
@@ -262,10 +261,10 @@ class Worker(CalledWorker):
         config, folder = self._config, self._folder
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
-            adapters = self._backend.adapters = self._make_adapters(dtype)
+            extension = self._backend.extension = extend_layers(config, self._backend, dtype)
             offload = self._backend.offload = self._make_offload()
             self.model = build_model(folder, self._backend, config.model, config.media)
-            self._backend.adapters = self._backend.offload = None  # a drafter has none
+            self._backend.extension = self._backend.offload = None  # a drafter has none
             if offload is not None and getattr(self.model, "offloaded", None) is None:
                 raise ConfigError("model.offload_gb: only layers of decoders can be offloaded")
             drafter = build_drafter(config, self.model, served_len)
@@ -289,11 +288,10 @@ class Worker(CalledWorker):
         if self.memory is not None:
             with report_shortage("the weights", "model.sleep_mode takes 256 MiB more at the start"):
                 self.memory.take_weights([self.model, self._drafter])
-        if adapters is not None and adapters.products:
-            with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
-                limits = self._config.scheduler
-                adapters.allocate(self._config.max_step_tokens, limits.max_num_seqs)
-            self._backend.adapters = adapters
+        if extension is not None and extension.is_used:
+            with report_shortage(*extension.shortage):
+                extension.allocate(config.max_step_tokens, config.scheduler.max_num_seqs)
+            self._backend.extension = extension
 
     def _make_offload(self) -> Offload | None:
         """Returns what is to be offloaded, if anything is. Raises `ConfigError` where that cannot
@@ -315,18 +313,6 @@ class Worker(CalledWorker):
         if self.device.type == "cpu":
             raise ConfigError("model.offload_gb: on a CPU all weights are in memory of the host")
         return GpuTransfers(self.device)
-
-    def _make_adapters(self, dtype: torch.dtype) -> AdapterSlots | None:
-        """Returns the slots of adapters, if there are any, for the model that is made next."""
-        lora, backend = self._config.lora, self._backend
-        if not lora.num_slots:
-            return None
-        return AdapterSlots(
-            lora.num_slots, lora.max_rank, dtype, self.device,
-            uses_kernels=backend.has_kernels, pdl=backend.pdl, choices=backend.choices,
-            has_experts="experts" in lora.targets, has_embeddings="embeddings" in lora.targets,
-            max_prompt_tokens=lora.max_prompt_tokens,
-        )  # fmt: skip
 
     @property
     def _weights_bytes(self) -> int:
@@ -452,10 +438,10 @@ class Worker(CalledWorker):
         return bodies, timing
 
     def _run_kinds(self, run: Callable[[], None]) -> None:
-        """Launches steps without adapters, and with adapters if there can be any."""
+        """Launches steps without the extension of the layers, and with it if there is one."""
         run()
-        if self._backend.adapters is not None:
-            with self._backend.adapters:
+        if self._backend.extension is not None:
+            with self._backend.extension:
                 run()
 
     def _make_kernel_timing(self, bodies: GraphBodies) -> KernelTiming | None:

@@ -43,7 +43,7 @@ class Bound:
             expert_placement=expert_placement or ExpertPlacement(), offload=offload,
         )  # fmt: skip
         if num_adapters:
-            self.backend.adapters = AdapterSlots(
+            self.backend.extension = AdapterSlots(
                 num_adapters,
                 8,
                 torch.float32,
@@ -56,8 +56,8 @@ class Bound:
             folder, self.backend, model_options(quantization=quantization), media
         )
         self.model.load(folder, "auto", 0, lambda done, total: None)
-        if self.backend.adapters is not None:
-            self.backend.adapters.allocate(80, 4)
+        if self.backend.extension is not None:
+            self.backend.extension.allocate(80, 4)
         groups = self.groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
         self.kv = kv.tensors
@@ -76,7 +76,7 @@ class Bound:
 
     def fill_adapters(self) -> None:
         """Puts random adapters of all modules, of ranks 8, 7 and so on, into all slots."""
-        slots, generator = self.backend.adapters, torch.Generator().manual_seed(5)
+        slots, generator = self.backend.extension, torch.Generator().manual_seed(5)
         assert slots is not None
         for slot in range(slots.count):
             weights = {}

@@ -147,7 +147,7 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
     """Of a step's tokens; and, as they are timed, of rows of all adapters in equal parts."""
     generator, choices = torch.Generator().manual_seed(1), KernelChoices()
     slots = AdapterSlots(3, 4, torch.float32, CPU, uses_kernels=True, choices=choices)
-    product = slots.adapt([Source(name, Shard.whole(12)) for name in "ab"], Shard.whole(24))
+    product = slots.extend([Source(name, Shard.whole(12)) for name in "ab"], Shard.whole(24))
     slots.allocate(tokens, tokens)
     added = torch.zeros(3, 24, 24)
     for slot, rank in enumerate((4, 1, 3)):

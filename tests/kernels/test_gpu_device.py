@@ -177,8 +177,8 @@ def make_runner(folder: Path, *, kernels: bool, num_adapters: int = 0) -> Any:
     device.graphs.decode = Graphs(bodies.launch_decode)  # type: ignore[assignment]
     device.graphs.lookahead = Graphs(bodies.launch_lookahead_decode)  # type: ignore[assignment]
     if num_adapters:
-        device.graphs.adapted = Graphs(bodies.launch_decode)  # type: ignore[assignment]
-        device.graphs.mixed_adapted = Graphs(bodies.launch_mixed)  # type: ignore[assignment]
+        device.graphs.extended = Graphs(bodies.launch_decode)  # type: ignore[assignment]
+        device.graphs.mixed_extended = Graphs(bodies.launch_mixed)  # type: ignore[assignment]
         bodies.clear_mixed(40)
     return runner
 
@@ -505,14 +505,14 @@ def test_rows_of_several_adapters_share_steps(folder: Path) -> None:
     ]  # fmt: skip
     for each in (runner, plain):
         for slot, rank in enumerate((8, 3)):
-            enter_adapter(each.model.backend.adapters, slot, rank)
+            enter_adapter(each.model.backend.extension, slot, rank)
         each.works.begin_service()
     for plan in plans:
         found, expected = (each.step(plan).wait() for each in (runner, plain))
         assert found.tokens.tolist() == expected.tokens.tolist()
     graphs = runner.device.graphs
-    assert graphs.mixed_adapted.replayed == [sum(LENGTHS) + 1]
-    assert graphs.adapted.replayed == [4, 4, 4]
+    assert graphs.mixed_extended.replayed == [sum(LENGTHS) + 1]
+    assert graphs.extended.replayed == [4, 4, 4]
     assert graphs.decode.replayed == [2]
     drafts = lookahead_plan(5, [(0, LENGTHS[0] + 3, 1), (2, LENGTHS[2] + 3, 0)], settled=1)
     found, expected = (each.step(drafts).wait() for each in (runner, plain))

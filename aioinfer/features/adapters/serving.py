@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,9 @@ def adaptable_modules(folder: Path, config: Config) -> Modules:
     """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
     it is not built from our layers. Raises `ConfigError` for a model with an encoder."""
     device, group = torch.device("meta"), ParallelGroup(0, 1)
-    targets = config.lora.targets
-    slots = AdapterSlots(
-        1, 1, torch.float32, device, uses_kernels=False, has_experts="experts" in targets,
-        has_embeddings="embeddings" in targets, max_prompt_tokens=config.lora.max_prompt_tokens,
-    )  # fmt: skip
-    backend = Backend(device, torch.float32, group, adapters=slots)
+    backend = Backend(device, torch.float32, group)
+    lora = replace(config.lora, max_adapters=1, max_rank=1)
+    backend.extension = slots = AdapterSlots.of(lora, backend, torch.float32)
     model = build_model(folder, backend, config.model)
     if isinstance(model, (EncoderModel, EncoderDecoderModel)):
         raise ConfigError("adapters (lora) are not supported for models with an encoder")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from aioinfer.config import Config
 from aioinfer.features.adapters.checkpoint import digest_adapter, read_weights
 from aioinfer.features.adapters.sections import (
     DROP,
@@ -30,6 +31,7 @@ from aioinfer.features.adapters.sections import (
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.adapters.parts import AdapterWeights, rank_of
 from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.layers.backend import Backend
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
 
 _log = logging.getLogger(__name__)
@@ -139,9 +141,9 @@ class Work(WorkerFeature):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        adapters = rank.model.backend.adapters
-        self.is_needed = adapters is not None
-        if adapters is None:
+        adapters = rank.model.backend.extension
+        self.is_needed = isinstance(adapters, AdapterSlots)
+        if not isinstance(adapters, AdapterSlots):
             return
         self._adapters = adapters
         self._of_slots = np.zeros(len(rank.slots.tokens), np.int32)
@@ -150,6 +152,13 @@ class Work(WorkerFeature):
         self._copies = torch.cuda.Stream(rank.device) if is_gpu else None
         self._entering: list[torch.cuda.Event] = []
         self._serves = False
+
+    @classmethod
+    def extend_layers(
+        cls, config: Config, backend: Backend, dtype: torch.dtype
+    ) -> AdapterSlots | None:
+        """See `WorkerFeature.extend_layers`."""
+        return AdapterSlots.of(config.lora, backend, dtype) if config.lora.num_slots else None
 
     def begin_service(self) -> None:
         """See `WorkerFeature.begin_service`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from aioinfer.features.soft_prompts.sections import SoftPromptRows
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.step import Step, StepPictures
 from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, spread
 
@@ -18,8 +19,8 @@ class Work(WorkerFeature):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        adapters = rank.model.backend.adapters
-        prompts = None if adapters is None else adapters.prompts
+        adapters = rank.model.backend.extension
+        prompts = adapters.prompts if isinstance(adapters, AdapterSlots) else None
         self.is_needed = prompts is not None
         if prompts is not None:
             self._prompts = prompts

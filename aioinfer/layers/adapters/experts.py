@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.layers.adapters.parts import AdapterPart, AdapterWeights, ModuleShape
+from aioinfer.layers.extension import ExpertExtension, Terms
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from aioinfer.kernels.expert_adapters import PairTiles
     from aioinfer.kernels.expert_routing import RoutedTokens
     from aioinfer.layers.adapters.slots import AdapterSlots
+    from aioinfer.layers.backend import Backend
+    from aioinfer.layers.mixture import PlacedExperts
 
 
 class ExpertProduct(AdapterPart):
@@ -99,12 +103,7 @@ class ExpertProduct(AdapterPart):
                 up[rows, ranks] = (own * (given.scale * source.scale)).to(up.dtype)
 
     def add(self, place: int, x: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
-        """Adds the products of the rows x [R, in] of one expert to y [R, out], in plain torch.
-
-        Args:
-            place: of the expert, among the rank's.
-            adapters: int32 [R], the adapter slot of each row; negative for none.
-        """
+        """See `ExpertExtension.add`."""
         down, up = self.tensors
         for slot in adapters.unique().tolist():
             used = 0 if slot < 0 else int(self._slots.tokens.ranks[slot]) * self._merged
@@ -116,14 +115,14 @@ class ExpertProduct(AdapterPart):
     def add_to_pairs(
         self, x: torch.Tensor, y: torch.Tensor, tiles: PairTiles, *, is_first: bool
     ) -> None:
-        """Adds the products of all pairs; see `kernels.expert_adapters.add_to_pairs`."""
+        """See `ExpertExtension.add_to_pairs`."""
         from aioinfer.kernels.expert_adapters import add_to_pairs
 
         (down, up), ranks = self.tensors, self._slots.tokens.ranks
         add_to_pairs(x, down, up, y, tiles, ranks, self._merged, is_first=is_first)
 
 
-class ExpertAdapters:
+class ExpertAdapters(ExpertExtension):
     """What adapters add to the experts of one layer on a rank.
 
     Args:
@@ -132,21 +131,63 @@ class ExpertAdapters:
     """
 
     def __init__(self, slots: AdapterSlots, first: ExpertProduct, second: ExpertProduct):
-        self._slots = slots
-        self.first, self.second = first, second
+        self._slots, self._products = slots, (second, first)
 
     @property
     def is_active(self) -> bool:
-        """Whether a token of the step may have an adapter."""
-        return self._slots.tokens.is_active
+        """See `Extending.is_active`."""
+        return self._slots.is_active
 
-    def of_rows(self, step: Step, rows: int) -> torch.Tensor | None:
-        """See `AdapterTokens.adapters_of`."""
-        return self._slots.tokens.adapters_of(step, rows)
+    def terms_of(self, step: Step, rows: int) -> Terms | None:
+        """See `ExpertExtension.terms_of`."""
+        return self._slots.tokens.of_rows(step, rows)
 
-    def tiles_of(self, adapters: torch.Tensor, routed: RoutedTokens) -> PairTiles:
-        """Returns the pairs of tokens with adapters (int32 [T], negative for none), sorted."""
+    def add(
+        self, place: int, x: torch.Tensor, y: torch.Tensor, terms: Terms, *, is_first: bool
+    ) -> None:
+        """See `ExpertExtension.add`."""
+        self._products[is_first].add(place, x, y, terms)
+
+    def sort(self, terms: Terms, routed: RoutedTokens) -> PairTiles:
+        """See `ExpertExtension.sort`."""
         from aioinfer.kernels.expert_adapters import sort_pairs
 
-        (experts, _, _) = self.first.shapes[0]
-        return sort_pairs(adapters, routed, experts, self._slots.count)
+        (experts, _, _) = self._products[0].shapes[0]
+        return sort_pairs(terms, routed, experts, self._slots.count)
+
+    def add_to_pairs(
+        self, x: torch.Tensor, y: torch.Tensor, pairs: PairTiles, *, is_first: bool
+    ) -> None:
+        """See `ExpertExtension.add_to_pairs`."""
+        self._products[is_first].add_to_pairs(x, y, pairs, is_first=is_first)
+
+
+def adapt_experts(
+    slots: AdapterSlots, backend: Backend, stacks: tuple[str, str],
+    here: Sequence[Sequence[Source]], placed: PlacedExperts,
+    *, takes_stacked: bool, in_turns: bool, channels: Shard | None,
+) -> ExpertAdapters:  # fmt: skip
+    """Returns what adapters add to a rank's experts; see `Extension.extend_experts`."""
+    channels = channels or placed.channels
+    if backend.expert_group is not None:
+        raise ConfigError(
+            "'experts' in lora.targets is not supported with parallel.expert_parallel between "
+            "engines"
+        )
+    order, is_gated = None, in_turns or len(here[0]) > 2
+    if takes_stacked and is_gated:
+        from aioinfer.layers.expert_stacks import interleaved_order
+
+        order = interleaved_order(channels.size, in_turns=in_turns)
+    elif in_turns:
+        order = torch.arange(2 * channels.size).view(-1, 2).t().flatten()
+    numbers, total = placed.local_experts, len(set(placed.experts))
+    first, second = [each[:-1] for each in here], [each[-1:] for each in here]
+    whole = Shard.whole(second[0][0].rows.total)
+    return ExpertAdapters(
+        slots,
+        ExpertProduct(
+            slots, stacks[0], first, whole, numbers, total, merged=1 + is_gated, order=order
+        ),
+        ExpertProduct(slots, stacks[1], second, channels, numbers, total, merged=1),
+    )

@@ -21,6 +21,7 @@ import torch
 from aioinfer.layers.adapters.addition import Addition
 from aioinfer.layers.adapters.parts import AdapterWeights, aligned
 from aioinfer.layers.adapters.tokens import AdapterTokens
+from aioinfer.layers.extension import ProductExtension, RowExtension, RowPart, Terms
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from aioinfer.kernels.adapters import AdapterOperand, Adapters
 
 
-class AdaptedProduct:
+class AdaptedProduct(ProductExtension):
     """What the adapters add to one product on one rank.
 
     Args:
@@ -40,8 +41,6 @@ class AdaptedProduct:
         width: columns of a slot in B.
         sizes: numbers of A and of B in a packed slot.
         places: where they begin, among the numbers A and B of all products; set by `AdapterSlots`.
-        row_order: int64 [out], the row in checkpoint order at each place; None for the same order.
-        input_order: int64 [in], the input at each place; None for the same order.
     """
 
     places: tuple[int, int]
@@ -49,8 +48,6 @@ class AdaptedProduct:
     def __init__(self, tokens: AdapterTokens, sources: Sequence[Source], columns: Shard):
         self._tokens, self._sources, self._columns = tokens, sources, columns
         self.modules = list(dict.fromkeys(source.name for source in sources))
-        self.row_order: torch.Tensor | None = None
-        self.input_order: torch.Tensor | None = None
         self._out = sum(source.rows.size for source in sources)
         self.width = len(self.modules) * tokens.max_rank
         self.sizes = self.width * columns.size, self._out * self.width
@@ -70,7 +67,7 @@ class AdaptedProduct:
 
     @property
     def is_active(self) -> bool:
-        """Whether a token of the step may have an adapter."""
+        """See `Extending.is_active`."""
         return self._tokens.is_active
 
     def shape_of(self, module: str) -> tuple[int, int]:
@@ -125,16 +122,11 @@ class AdaptedProduct:
         return Adapters(self._down, self._up, self._tokens.ranks, len(self.modules))
 
     def may_fuse(self, x: torch.Tensor) -> bool:
-        """Whether a kernel may add the adapters to the product of x [T, in] in its own launch."""
+        """See `ProductExtension.may_fuse`."""
         return x.ndim == 2 and self._tokens.may_fuse(len(x), self._up.shape[1], self.inputs)
 
-    def shrink(self, x: torch.Tensor, norm: Any = None) -> AdapterOperand:
-        """Returns the adapters of the step's few tokens x [T, in], whose product with B a kernel
-        adds to the weight's (`AdapterTokens.may_fuse`).
-
-        Args:
-            norm: the RMSNorm that x passes through first, or None; of one token alone.
-        """
+    def operand(self, x: torch.Tensor, norm: Any = None) -> AdapterOperand:
+        """See `ProductExtension.operand`: a kernel adds the product with B to the weight's."""
         from aioinfer.kernels.adapters import shrink
 
         tokens = self._tokens
@@ -147,7 +139,7 @@ class AdaptedProduct:
         return operand
 
     def begin(self, x: torch.Tensor) -> None:
-        """Begins to compute what `add` adds for x [T, in], beside the weight's product with x."""
+        """See `ProductExtension.begin`."""
         tokens = self._tokens
         if not tokens.uses_kernels or not len(x):
             return
@@ -157,8 +149,7 @@ class AdaptedProduct:
             shrink(x, self._matrices(), tokens.tiles_of(len(x)), tokens.workspace)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds the products of the step's tokens x [T, in] with their adapters to y [T, out], after
-        `begin`."""
+        """See `ProductExtension.add`."""
         tokens = self._tokens
         if not len(x):
             return
@@ -175,7 +166,7 @@ class AdaptedProduct:
             y.index_add_(0, own, shrunk @ self._up[:, first : first + used].t())
 
 
-class RowProduct(AdaptedProduct):
+class RowProduct(AdaptedProduct, RowExtension):
     """What the adapters add to a product of rows [N, in], given the adapter slot of each (int32
     [N], negative for none): x A^T in the columns of all slots, of which those of the row's adapter
     are kept, times B of all slots. In plain torch, which CUDA graphs may capture."""
@@ -186,41 +177,46 @@ class RowProduct(AdaptedProduct):
         slots = torch.arange(len(memory), dtype=torch.int32, device=self._up.device)
         self._slot_of = slots.repeat_interleave(self.width)
 
-    def adapters_of(self, step: Step) -> torch.Tensor | None:
-        """See `AdapterTokens.of_tokens`."""
+    def terms_of(self, step: Step) -> torch.Tensor | None:
+        """See `RowExtension.terms_of`."""
         return self._tokens.of_tokens(step)
 
     @property
-    def down(self) -> torch.Tensor:
-        """A of all slots, [columns, in]."""
-        return self._down.flatten(0, 1)
+    def _sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [columns, in] and B [out, columns] of all slots."""
+        return self._down.flatten(0, 1), self._up[:, : len(self._slot_of)]
 
-    @property
-    def up(self) -> torch.Tensor:
-        """B of all slots, [out, columns]."""
-        return self._up[:, : len(self._slot_of)]
-
-    def keep_own(self, shrunk: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:
+    def _keep_own(self, shrunk: torch.Tensor, terms: Terms) -> torch.Tensor:
         """Returns products with A of all slots [..., N, columns] with zeros in the columns of other
         adapters than each row's; they are written to."""
-        return shrunk.masked_fill_(adapters[:, None] != self._slot_of, 0)
+        return shrunk.masked_fill_(terms[:, None] != self._slot_of, 0)
 
-    def add_rows(self, x: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
-        """Adds the products of the rows x [N, in] to y [N, out]."""
-        y.addmm_(self.keep_own(x @ self.down.t(), adapters), self.up.t())
+    def add_rows(self, x: torch.Tensor, y: torch.Tensor, terms: Terms) -> None:
+        """See `RowExtension.add_rows`."""
+        down, up = self._sides
+        y.addmm_(self._keep_own(x @ down.t(), terms), up.t())
 
-    def add_looked_up(self, numbers: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
-        """Adds the products of inputs that are one at one channel each, and else zero, to y [N,
-        out].
+    def add_from_outputs(
+        self, x: torch.Tensor, y: torch.Tensor, terms: Terms, part: RowPart
+    ) -> None:
+        """See `RowExtension.add_from_outputs`: with W + B A in the place of W, W^T x becomes W^T x
+        + A^T (B^T x)."""
+        down, up = self._sides
+        shrunk = self._keep_own(torch.bmm(x.transpose(0, 1), part(up)), terms)
+        y.add_((shrunk @ down).transpose(0, 1))
 
-        Args:
-            numbers: integers [N], these channels, among all that the ranks have together; a rank
-                adds nothing for those of others.
-        """
+    def add_by_heads(self, x: torch.Tensor, y: torch.Tensor, terms: Terms, part: RowPart) -> None:
+        """See `RowExtension.add_by_heads`."""
+        down, up = self._sides
+        shrunk = self._keep_own((x @ down.t()).transpose(0, 1), terms)
+        y.add_(torch.bmm(shrunk, part(up).transpose(1, 2)).transpose(0, 1))
+
+    def add_looked_up(self, numbers: torch.Tensor, y: torch.Tensor, terms: Terms) -> None:
+        """See `RowExtension.add_looked_up`."""
         if not self._columns.size:
             return
         local = numbers.long() - self._columns.start
         is_own = (local >= 0) & (local < self._columns.size)
-        slots = torch.where(is_own, adapters, -1)
+        slots = torch.where(is_own, terms, -1)
         columns = self._down[slots.long().clamp(min=0), :, torch.where(is_own, local, 0)]
-        y.addmm_(self.keep_own(columns.repeat(1, len(self._down)), slots), self.up.t())
+        y.addmm_(self._keep_own(columns.repeat(1, len(self._down)), slots), self._sides[1].t())

@@ -8,10 +8,14 @@ computes what it would without slots.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
+from aioinfer.config_sections import LoraConfig
+from aioinfer.layers.adapters.experts import ExpertAdapters, adapt_experts
 from aioinfer.layers.adapters.parts import (
     AdapterWeights,
     ModuleShape,
@@ -22,11 +26,18 @@ from aioinfer.layers.adapters.parts import (
 )
 from aioinfer.layers.adapters.products import AdaptedProduct, RowProduct
 from aioinfer.layers.adapters.tokens import AdapterTokens
+from aioinfer.layers.extension import Extension, Terms
 from aioinfer.layers.kernel_choices import KernelChoices
 from aioinfer.layers.shards import Shard, Source
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.layers.backend import Backend
+    from aioinfer.layers.embedding import Embedding, LMHead
+    from aioinfer.layers.mixture import PlacedExperts
 
 
-class AdapterSlots:
+class AdapterSlots(Extension):
     """The adapters on one rank's device.
 
     Args:
@@ -48,6 +59,7 @@ class AdapterSlots:
         memory: [count, numbers], the matrices A of each slot; made by `allocate`.
     """
 
+    shortage = "the adapters", "lower lora.max_adapters or lora.max_rank"
     memory: torch.Tensor
 
     def __init__(
@@ -58,7 +70,7 @@ class AdapterSlots:
     ):  # fmt: skip
         self._max_prompt_tokens = max_prompt_tokens
         self.prompts: SoftPrompts | None = None
-        self.has_experts, self.has_embeddings = has_experts, has_embeddings
+        self._has_experts, self._has_embeddings = has_experts, has_embeddings
         self.tokens = AdapterTokens(
             count, max_rank, device, uses_kernels=uses_kernels, pdl=pdl,
             choices=choices or KernelChoices(),
@@ -71,6 +83,16 @@ class AdapterSlots:
         #: numbers of a packed slot in A and in B
         self._sizes = [0, 0]
         self._entering: torch.Tensor
+
+    @classmethod
+    def of(cls, config: LoraConfig, backend: Backend, dtype: torch.dtype) -> AdapterSlots:
+        """Returns the slots of a configuration, for layers of a backend."""
+        return cls(
+            config.num_slots, config.max_rank, dtype, backend.device,
+            uses_kernels=backend.has_kernels, pdl=backend.pdl, choices=backend.choices,
+            has_experts="experts" in config.targets, has_embeddings="embeddings" in config.targets,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )  # fmt: skip
 
     @property
     def modules(self) -> dict[str, ModuleShape]:
@@ -88,31 +110,73 @@ class AdapterSlots:
     def _all_products(self) -> Iterator[AdaptedProduct]:
         return chain(self.products, self.row_products)
 
+    @property
+    def is_active(self) -> bool:
+        """See `Extending.is_active`."""
+        return self.tokens.is_active
+
+    @property
+    def is_used(self) -> bool:
+        """See `Extension.is_used`."""
+        return bool(self.products)
+
     def __enter__(self) -> None:
-        """Begins a block in which tokens may have adapters."""
         self.tokens.is_active = True
 
     def __exit__(self, *error: object) -> None:
         self.tokens.is_active = False
 
-    # ---------------------------------------------------------------- matrices
+    def plan(self, step: Step) -> None:
+        """See `Extension.plan`."""
+        self.tokens.plan(step)
 
-    def add_prompts(self, hidden_size: int) -> None:
-        """Adds soft prompts to the slots of a model, before `allocate`, if there may be any."""
+    def terms_of(self, step: Step) -> Terms | None:
+        """See `Extension.terms_of`."""
+        return self.tokens.of_tokens(step)
+
+    def terms_at(self, tokens: torch.Tensor | None) -> Terms | None:
+        """See `Extension.terms_at`."""
+        return self.tokens.at(tokens)
+
+    def expecting(self, tokens: int) -> AbstractContextManager[None]:
+        """See `Extension.expecting`."""
+        return self.tokens.expecting(tokens)
+
+    # ---------------------------------------------------------------- while a model is made
+
+    def extend_ends(
+        self, hidden_size: int, embedding: Embedding | None, head: LMHead | None
+    ) -> None:
+        """See `Extension.extend_ends`."""
         if self._max_prompt_tokens:
             self.prompts = SoftPrompts(self._max_prompt_tokens, hidden_size)
             self.parts.add(self.prompts)
+        for end in (embedding, head) if self._has_embeddings else ():
+            if end is not None:
+                end.extend(self)
 
-    def adapt(self, sources: Sequence[Source], columns: Shard) -> AdaptedProduct:
-        """Returns what adapters add to the product of a weight, before `allocate`."""
+    def extend_experts(
+        self, backend: Backend, stacks: tuple[str, str], here: Sequence[Sequence[Source]],
+        placed: PlacedExperts, *, takes_stacked: bool, in_turns: bool = False,
+        channels: Shard | None = None,
+    ) -> ExpertAdapters | None:  # fmt: skip
+        """See `Extension.extend_experts`."""
+        if not self._has_experts:
+            return None
+        return adapt_experts(
+            self, backend, stacks, here, placed, takes_stacked=takes_stacked, in_turns=in_turns,
+            channels=channels,
+        )  # fmt: skip
+
+    def extend(self, sources: Sequence[Source], columns: Shard) -> AdaptedProduct:
+        """See `Extension.extend`."""
         product = AdaptedProduct(self.tokens, sources, columns)
         product.places = self._reserve(product)
         self.products.append(product)
         return product
 
-    def adapt_rows(self, sources: Sequence[Source], columns: Shard) -> RowProduct:
-        """Returns what adapters add to a product whose rows are not the step's tokens, before
-        `allocate`."""
+    def extend_rows(self, sources: Sequence[Source], columns: Shard) -> RowProduct:
+        """See `Extension.extend_rows`."""
         product = RowProduct(self.tokens, sources, columns)
         product.places = self._reserve(product)
         self.row_products.append(product)
@@ -132,8 +196,7 @@ class AdapterSlots:
         return (sum(self._sizes) + self.parts.size) * self.dtype.itemsize
 
     def allocate(self, tokens: int, requests: int) -> None:
-        """Makes the memory of the slots, for steps of up to `tokens` tokens, and for so many
-        requests that run."""
+        """See `Extension.allocate`."""
         dtype, device = self.dtype, self._device
         self.tokens.of_slots = torch.zeros(requests, dtype=torch.int32, device=device)
         self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)

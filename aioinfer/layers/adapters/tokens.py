@@ -114,9 +114,8 @@ class AdapterTokens:
             self._even[rows] = replace(tiles, order=order, slots=slots), ranks
         return self._even[rows]
 
-    def adapters_of(self, step: Step, rows: int) -> torch.Tensor | None:
-        """Returns the adapter slot (int32 [rows], negative for none) of each row of a layer, which
-        has all tokens of a step or the sampled ones; None where no token may have an adapter."""
+    def of_rows(self, step: Step, rows: int) -> torch.Tensor | None:
+        """See `ExpertExtension.terms_of`: int32 [rows], adapter slots, negative for none."""
         given, sampled = self.of_tokens(step), step.sampled
         if given is None or rows == len(given):
             return given
@@ -124,15 +123,13 @@ class AdapterTokens:
         return given.index_select(0, sampled.last)
 
     def of_tokens(self, step: Step) -> torch.Tensor | None:
-        """Returns the adapter slot (int32 [T], negative for none) of each of a step's tokens; None
-        where none may have an adapter."""
+        """See `Extension.terms_of`: int32 [T], adapter slots, negative for none."""
         if not self.is_active or self._buffer is None:
             return self._given if self.is_active else None
         return self._buffer[: len(step.inputs.input_ids)]
 
-    def adapters_at(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the adapter slots (int32 [N], negative for none) of tokens of the planned step,
-        integers [N], by default of the sampled ones; None where no token may have an adapter."""
+    def at(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
+        """See `Extension.terms_at`: int32 [N], adapter slots, negative for none."""
         if not self.is_active or self._given is None:
             return None
         return self._sampled if tokens is None else self._given.index_select(0, tokens)
@@ -151,8 +148,7 @@ class AdapterTokens:
             torch.cuda.current_stream().wait_stream(self._side)
 
     def plan(self, step: Step) -> None:
-        """Finds the tokens of each adapter in a step, while `is_active`; before its products. On a
-        GPU this may be captured in a CUDA graph."""
+        """See `Extension.plan`."""
         slots, sampled = step.inputs.slots, step.sampled
         if not self.is_active or slots is None:
             return
@@ -196,8 +192,7 @@ class AdapterTokens:
 
     @contextmanager
     def expecting(self, tokens: int) -> Iterator[None]:
-        """Context in which products read the tiles of all tokens of a step of up to so many, which
-        `plan` finds before they are computed: for a CUDA graph of layers alone."""
+        """See `Extension.expecting`."""
         planned, self._tokens = self._tokens, tokens
         yield
         self._tokens = planned

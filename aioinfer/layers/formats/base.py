@@ -27,9 +27,8 @@ from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.adapters import AdapterOperand
     from aioinfer.kernels.quantize import InputFormat
-    from aioinfer.layers.adapters.products import AdaptedProduct
+    from aioinfer.layers.extension import ProductExtension
 
 
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,7 @@ class Epilogue(NamedTuple):
         add_to: [T, out], to which the product is added, in place.
         out: [T, out], to which the product is written; not with `add_to`.
         activation: one of `ACTIVATIONS`, of the product with its bias; not with `gate` or `add_to`.
-        adapters: of the tokens, added to the product before the bias and the gate.
+        operand: of the weight's extension, added to the product before the bias and the gate.
     """
 
     norm: Norm | None = None
@@ -67,7 +66,7 @@ class Epilogue(NamedTuple):
     add_to: torch.Tensor | None = None
     out: torch.Tensor | None = None
     activation: str | None = None
-    adapters: AdapterOperand | None = None
+    operand: Any = None
 
     def added(self, rows: int) -> torch.Tensor | None:
         """Returns the addend of so many rows of the product: `add_to`, the bias [rows, out] or
@@ -115,13 +114,13 @@ class Weight(ABC):
         gate: how the outputs of gate and up lie, if SiLU of the one times the other is what the
             product is for: in "halves", or "interleaved" as in `kernels.activation`; "" for others.
         reads_in_order: whether the inputs come in the order of `input_order`.
-        adapted: what adapters add to the product; None where there are none.
+        extension: what is added to the products of a step's tokens; None for nothing.
     """
 
     only: Candidate | None = None
     gate: Literal["", "halves", "interleaved"] = ""
     reads_in_order = False
-    adapted: AdaptedProduct | None = None
+    extension: ProductExtension | None = None
 
     def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
         self._sources, self._columns, self._backend = sources, columns, backend
@@ -189,8 +188,8 @@ class Weight(ABC):
         """Whether a candidate can compute a product with these operands."""
         return True
 
-    def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
-        """Returns the candidate, by default, that adds the adapters of so many tokens to a product
+    def extended_candidate(self, operation: Operation, rows: int) -> Candidate | None:
+        """Returns the candidate, by default, that adds the extension to a product of so many tokens
         in its own launch; None if none does."""
         return None
 
@@ -208,37 +207,37 @@ class Weight(ABC):
         With `add_to`, returns that tensor, or parts (float32 [P, T, out]), whose sum over the first
         dimension is yet to be added to it.
         """
-        if self.adapted is not None and self.adapted.is_active:
-            return self._multiply_adapted(x, epilogue, self.adapted)
+        if self.extension is not None and self.extension.is_active:
+            return self._multiply_extended(x, epilogue, self.extension)
         return self._multiply(x, epilogue)
 
-    def _multiply_adapted(
-        self, x: torch.Tensor, epilogue: Epilogue, adapted: AdaptedProduct
+    def _multiply_extended(
+        self, x: torch.Tensor, epilogue: Epilogue, extension: ProductExtension
     ) -> torch.Tensor:
-        """Computes `multiply` with the adapters of the step's tokens: in the product's own launch
-        if a kernel does, or else in launches of their own."""
+        """Computes `multiply` with the extension: in the product's own launch if a kernel does, or
+        else in launches of its own."""
         norm, bias, gate, total, out, activation, _ = epilogue
         if norm is not None and not self._keeps_norm(x, epilogue):
             x, norm = norm(x), None
         fused_gate = gate if self._fuses_gate(epilogue) else None
         operation = _operation_of(Epilogue(norm, bias, fused_gate, total, out))
-        if adapted.may_fuse(x) and self.adapted_candidate(operation, len(x)) is not None:
-            operand = adapted.shrink(x, norm if isinstance(norm, RMSNorm) else None)
-            return self._multiply(x, epilogue._replace(norm=norm, adapters=operand))
+        if extension.may_fuse(x) and self.extended_candidate(operation, len(x)) is not None:
+            operand = extension.operand(x, norm if isinstance(norm, RMSNorm) else None)
+            return self._multiply(x, epilogue._replace(norm=norm, operand=operand))
         if norm is not None:
             x = norm(x)
-        adapted.begin(x.flatten(0, -2))
+        extension.begin(x.flatten(0, -2))
         is_changed = gate is not None or activation is not None
         product = self._multiply(x, Epilogue(None, bias, None, total, None if is_changed else out))
         rows = product if total is None else total
-        adapted.add(x.flatten(0, -2), rows.flatten(0, -2))
+        extension.add(x.flatten(0, -2), rows.flatten(0, -2))
         if not is_changed:
             return product
         product = self._activate(product, gate, activation)
         return product if out is None else out.copy_(product)
 
     def _multiply(self, x: Any, epilogue: Epilogue) -> torch.Tensor:
-        norm, bias, gate, total, out, activation, adapters = epilogue
+        norm, bias, gate, total, out, activation, operand = epilogue
         if bias is not None and total is not None:
             total.add_(bias)  # before the product, which may stay in parts
             bias = None
@@ -259,11 +258,11 @@ class Weight(ABC):
         fused_out = out if "out" in fuses and not is_composed else None
         fused = PLAIN  # most products on a CPU, of which each tuple would take a microsecond
         if is_gated or not (
-            norm is fused_bias is fused_total is fused_out is fused_activation is adapters is None
+            norm is fused_bias is fused_total is fused_out is fused_activation is operand is None
         ):
             fused = Epilogue(
                 norm, fused_bias, gate if is_gated else None, fused_total, fused_out,
-                fused_activation, adapters,
+                fused_activation, operand,
             )  # fmt: skip
         product = self.launch(candidate, x, fused)
         if bias is not None and fused_bias is None:
@@ -328,12 +327,12 @@ class Weight(ABC):
             product = Product(operation, self.format, *shape, dtype.removeprefix("torch."))
             choices = self._backend.choices.register(product, self, epilogue.norm)
             self._choices[operation] = choices
-        chosen, adapted = choices.find(len(x)), epilogue.adapters is not None
-        if adapted and chosen is not None and "adapters" not in chosen.fuses:
+        chosen, extended = choices.find(len(x)), epilogue.operand is not None
+        if extended and chosen is not None and "operand" not in chosen.fuses:
             chosen = None
         if chosen is not None and self.takes(chosen, x, epilogue):
             return chosen
-        if adapted and (fusing := self.adapted_candidate(operation, len(x))) is not None:
+        if extended and (fusing := self.extended_candidate(operation, len(x))) is not None:
             return fusing
         return next(self.kernels(operation, x, epilogue))
 

@@ -38,10 +38,10 @@ FEW_ROWS, NORM_FEW_ROWS = "few_rows_dense", "norm + few_rows_dense"
 GATED, SPLIT = "gated_product", "split_product"
 CUBLAS = Candidate("cublas", fuses=frozenset({"bias", "add_to", "out", "activation"}))
 _FUSES = {
-    FEW_ROWS: frozenset({"norm", "bias", "gate", "add_to", "out", "adapters"}),
-    NORM_FEW_ROWS: frozenset({"bias", "gate", "add_to", "out", "adapters"}),
-    GATED: frozenset({"gate", "out", "adapters"}),
-    SPLIT: frozenset({"bias", "add_to", "out", "adapters"}),
+    FEW_ROWS: frozenset({"norm", "bias", "gate", "add_to", "out", "operand"}),
+    NORM_FEW_ROWS: frozenset({"bias", "gate", "add_to", "out", "operand"}),
+    GATED: frozenset({"gate", "out", "operand"}),
+    SPLIT: frozenset({"bias", "add_to", "out", "operand"}),
 }
 #: Operations of one row that is normed before, and operations with a gate.
 _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
@@ -118,9 +118,9 @@ class KernelDenseWeight(DenseWeight):
         """See `Weight.takes`."""
         return candidate.kernel not in (SPLIT, GATED) or rows_are_aligned(x)
 
-    def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
-        """See `Weight.adapted_candidate`. Where these kernels do not take the rows, or are slower
-        by more than they save, adapters are launches of their own."""
+    def extended_candidate(self, operation: Operation, rows: int) -> Candidate | None:
+        """See `Weight.extended_candidate`. Where these kernels do not take the rows, or are slower
+        by more than they save, the extension is launches of its own."""
         if rows <= MAX_ROWS:
             return self._few_rows(FEW_ROWS, operation, rows)
         if operation in _GATED:
@@ -184,7 +184,7 @@ class KernelDenseWeight(DenseWeight):
         kernel, config = candidate.kernel, candidate.config
         weight, bias, total, out = self.loaded, epilogue.bias, epilogue.add_to, epilogue.out
         options: dict[str, Any] = {
-            "config": config, "pdl": self._backend.pdl, "adapters": epilogue.adapters
+            "config": config, "pdl": self._backend.pdl, "adapters": epilogue.operand
         }  # fmt: skip
         if kernel in (FEW_ROWS, NORM_FEW_ROWS):
             given = fused_arguments(epilogue, len(x))

@@ -76,7 +76,7 @@ class QuantizedWeight(Weight):
     def _use(self, dense: DenseWeight) -> None:
         """Computes with a dense weight from now on, which this finalizes."""
         dense.row_order, dense.gate, self.row_order = self.row_order, self.gate, None
-        dense.adapted = self.adapted
+        dense.extension = self.extension
         dense.finalize()
         self._dense = dense
 
