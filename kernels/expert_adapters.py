@@ -4,7 +4,7 @@ token and one of its experts has the matrices of the token's adapter and of the 
 Pairs are sorted by (adapter, expert) into tiles of `TILE`, so that a program multiplies the
 matrices of one. The first product divides its input channels among programs, whose sums the second
 adds up. Everything that depends on adapters and routing is on the GPU: a CUDA graph holds for any.
-Called by `layers.adapters.experts` behind the products of `expert_product`.
+Called by `features.adapters.layers.experts` behind the products of `expert_product`.
 """
 # ruff: noqa: N803  (matrices and compile-time constants are written in capitals)
 

@@ -23,11 +23,13 @@ from aioinfer.async_llm import AsyncLLM
 from aioinfer.config import LoraConfig
 from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.checkpoint import digest_adapter
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Planning
 from aioinfer.features.adapters.sections import DROP, READ, AdapterFiles
 from aioinfer.features.adapters.serving import Serving
 from aioinfer.features.adapters.worker import HostAdapters, Work
-from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
@@ -700,11 +702,14 @@ def test_new_workers_get_their_adapters_again(llama: Adapted) -> None:
 def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     """An adapter that is asked for stays, though there is room for one alone and others are being
     read; what was read before goes."""
-    slots = AdapterSlots(1, 64, torch.float32, torch.device("cpu"), uses_kernels=False)
+    slots = AdapterSlots(
+        LoraConfig(max_adapters=1, max_rank=64),
+        Backend(torch.device("cpu"), torch.float32, ParallelGroup(0, 1)),
+    )
     slots.extend([Source("model.layers.0.self_attn.q_proj", Shard.whole(128))], Shard.whole(64))
     folder = llama.adapters["small"]
     host, files = (
-        HostAdapters(slots, 0, pinned=False),
+        HostAdapters(slots, 0),
         AdapterFiles(str(folder), digest_adapter(folder, whole=False)),
     )
     first, may_go_on = host.read(1, files), threading.Event()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from aioinfer.config_sections import LoraConfig
 from aioinfer.errors import ConfigError
-from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
@@ -56,8 +57,8 @@ def test_the_head_computes_what_transformers_does(name: str, tmp_path: Path) -> 
 def test_adapters_do_not_change_the_head(tmp_path: Path) -> None:
     """A drafter's passes have other tokens than the step whose tokens are sorted by adapter."""
     folder, _ = mtp_model("glm4_moe", tmp_path)
-    slots = AdapterSlots(1, 4, torch.float32, CPU, uses_kernels=False)
-    backend = Backend(CPU, torch.float32, ParallelGroup(0, 1), extension=slots, wants_mtp=True)
+    backend = Backend(CPU, torch.float32, ParallelGroup(0, 1), wants_mtp=True)
+    backend.extension = slots = AdapterSlots(LoraConfig(max_adapters=1, max_rank=4), backend)
     build_model(folder, backend, model_options())
     assert backend.extension is slots
     modules = {module for product in slots.products for module in product.modules}

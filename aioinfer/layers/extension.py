@@ -12,15 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
-
-if TYPE_CHECKING:
-    from aioinfer.layers.backend import Backend
 
 #: Which terms each of N tokens has: an integer tensor [N].
 Terms = torch.Tensor
@@ -132,12 +129,22 @@ class Extension(Extending):
     """
 
     shortage: ClassVar[tuple[str, str]]
+    _is_active = False
 
-    @abstractmethod
-    def __enter__(self) -> None: ...
+    @property
+    def is_active(self) -> bool:
+        """See `Extending.is_active`; set for each step."""
+        return self._is_active
 
-    @abstractmethod
-    def __exit__(self, *error: object) -> None: ...
+    @is_active.setter
+    def is_active(self, value: bool) -> None:
+        self._is_active = value
+
+    def __enter__(self) -> None:
+        self._is_active = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_active = False
 
     # ---------------------------------------------------------------- while a model is made
 
@@ -151,9 +158,8 @@ class Extension(Extending):
 
     @abstractmethod
     def extend_experts(
-        self, backend: Backend, stacks: tuple[str, str], here: Sequence[Sequence[Source]],
-        placed: Any, *, takes_stacked: bool, in_turns: bool = False,
-        channels: Shard | None = None,
+        self, stacks: tuple[str, str], here: Sequence[Sequence[Source]], placed: Any,
+        *, takes_stacked: bool, in_turns: bool = False, channels: Shard | None = None,
     ) -> ExpertExtension | None:  # fmt: skip
         """Returns what is added to this rank's experts; None for nothing. Raises `ConfigError`.
 

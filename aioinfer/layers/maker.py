@@ -109,9 +109,7 @@ def make_mixture(
     extension = make.backend.extension
     extended = None
     if extension is not None:
-        extended = extension.extend_experts(
-            make.backend, stacks, sources, placed, takes_stacked=takes_stacked
-        )
+        extended = extension.extend_experts(stacks, sources, placed, takes_stacked=takes_stacked)
     if takes_stacked and of_all and _is_alike(make, shape, sources[0], of_all):
         stacked = _stacked_experts(make, [*sources, of_all], placed.channels, activation)
         return _kernel_mixture(
@@ -161,7 +159,7 @@ def make_biased_mixture(
     extension, extended = make.backend.extension, None
     if extension is not None:
         extended = extension.extend_experts(
-            make.backend, (f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"),
+            (f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"),
             [[places.gate_up, places.down] for places in here], placed,
             takes_stacked=takes_stacked, in_turns=True, channels=channels,
         )  # fmt: skip

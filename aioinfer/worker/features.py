@@ -210,9 +210,7 @@ class WorkerFeature:
         self.is_needed = True
 
     @classmethod
-    def extend_layers(
-        cls, config: Config, backend: Backend, dtype: torch.dtype
-    ) -> Extension | None:
+    def extend_layers(cls, config: Config, backend: Backend) -> Extension | None:
         """Returns what the feature adds to the layers of a model that is made for a backend; None
         for nothing. Of one feature at most."""
         return None
@@ -324,11 +322,11 @@ class WorkerFeature:
         return None
 
 
-def extend_layers(config: Config, backend: Backend, dtype: torch.dtype) -> Extension | None:
-    """Returns what a feature adds to the layers of the model that is made next, in a dtype; None
-    for nothing. See `WorkerFeature.extend_layers`."""
+def extend_layers(config: Config, backend: Backend) -> Extension | None:
+    """Returns what a feature adds to the layers of the model that is made next; None for nothing.
+    See `WorkerFeature.extend_layers`."""
     halves = _halves(config.model.features)
-    found = (module.Work.extend_layers(config, backend, dtype) for module in halves)
+    found = (module.Work.extend_layers(config, backend) for module in halves)
     return next(filter(None, found), None)
 
 

@@ -261,7 +261,7 @@ class Worker(CalledWorker):
         config, folder = self._config, self._folder
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
-            extension = self._backend.extension = extend_layers(config, self._backend, dtype)
+            extension = self._backend.extension = extend_layers(config, self._backend)
             offload = self._backend.offload = self._make_offload()
             self.model = build_model(folder, self._backend, config.model, config.media)
             self._backend.extension = self._backend.offload = None  # a drafter has none

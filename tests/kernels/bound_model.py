@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from aioinfer.config import MediaConfig
+from aioinfer.config_sections import LoraConfig
+from aioinfer.features.adapters.layers.parts import AdapterWeights
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.layers.adapters.parts import AdapterWeights
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
@@ -43,15 +44,9 @@ class Bound:
             expert_placement=expert_placement or ExpertPlacement(), offload=offload,
         )  # fmt: skip
         if num_adapters:
-            self.backend.extension = AdapterSlots(
-                num_adapters,
-                8,
-                torch.float32,
-                CPU,
-                uses_kernels=kernels,
-                has_experts=has_adapted_experts,
-                has_embeddings=True,
-            )
+            targets: Any = ["embeddings", *(["experts"] if has_adapted_experts else [])]
+            lora = LoraConfig(max_adapters=num_adapters, max_rank=8, targets=targets)
+            self.backend.extension = AdapterSlots(lora, self.backend)
         self.model: Any = build_model(
             folder, self.backend, model_options(quantization=quantization), media
         )
@@ -89,8 +84,7 @@ class Bound:
                     for side, size in shapes.items()
                 }
                 weights[name] = AdapterWeights(**given, scale=0.7, merged=shape.merged)
-            slots.enter(slot, slots.pack(weights, pinned=False), 8 - slot)
-            slots.parts.enter(slot, slots.pack_parts(weights, pinned=False))
+            slots.enter(slot, slots.pack(weights), 8 - slot)
 
     def run(self, step: Step) -> torch.Tensor:
         """Returns the hidden states."""

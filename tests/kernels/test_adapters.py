@@ -20,11 +20,14 @@ from aioinfer.kernels.adapters import expand, shrink
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import interleave
 
-from aioinfer.layers.adapters.addition import CUBLAS, EXPAND
-from aioinfer.layers.adapters.parts import AdapterWeights
-from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.config_sections import LoraConfig
+from aioinfer.features.adapters.layers.addition import CUBLAS, EXPAND
+from aioinfer.features.adapters.layers.parts import AdapterWeights
+from aioinfer.features.adapters.layers.slots import AdapterSlots
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Epilogue
 from aioinfer.layers.kernel_choices import Candidate, KernelChoices
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step, StepInputs
 from aioinfer.worker.step_graphs import mixed_sizes
@@ -146,7 +149,10 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
 ) -> None:
     """Of a step's tokens; and, as they are timed, of rows of all adapters in equal parts."""
     generator, choices = torch.Generator().manual_seed(1), KernelChoices()
-    slots = AdapterSlots(3, 4, torch.float32, CPU, uses_kernels=True, choices=choices)
+    slots = AdapterSlots(
+        LoraConfig(max_adapters=3, max_rank=4),
+        Backend(CPU, torch.float32, ParallelGroup(0, 1), has_kernels=True, choices=choices),
+    )
     product = slots.extend([Source(name, Shard.whole(12)) for name in "ab"], Shard.whole(24))
     slots.allocate(tokens, tokens)
     added = torch.zeros(3, 24, 24)
@@ -158,10 +164,10 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
             )
             for name in "ab"
         }  # fmt: skip
-        slots.enter(slot, slots.pack(weights, pinned=False), rank)
+        slots.enter(slot, slots.pack(weights), rank)
         added[slot] = torch.cat([0.5 * each.up @ each.down for each in weights.values()])
     of_tokens = torch.randint(-1, 3, (tokens,), dtype=torch.int32, generator=generator)
-    slots.tokens.of_slots.copy_(of_tokens + 1)
+    slots.of_slots.copy_(of_tokens + 1)
     rows, starts = (torch.arange(n, dtype=torch.int32) for n in (tokens, tokens + 1))
     x, y = (torch.randn(tokens, 24, generator=generator) for _ in range(2))
     expected = y.clone()
@@ -170,7 +176,7 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
 
     def add(to: torch.Tensor) -> None:
         with slots:
-            slots.tokens.plan(Step(StepInputs(rows, rows, starts, rows, (), slots=rows), None))
+            slots.plan(Step(StepInputs(rows, rows, starts, rows, (), slots=rows), None))
             product.begin(x)
             product.add(x, to)
 
@@ -181,7 +187,7 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
     chosen.choose({tokens: candidate})
     add(y)
     torch.testing.assert_close(y, expected)
-    shrunk = slots.tokens._tiles.shrunk_of(2)[:tokens]
+    shrunk = slots._tiles.shrunk_of(2)[:tokens]
     shrunk.zero_()
     columns = product.width
     for row in range(tokens):

@@ -103,7 +103,7 @@ def test_tokens_with_adapters_of_experts(family: str, tmp_path: Path) -> None:
         for bound, given in ((both[0], adapters), (both[1], none), (both[1], adapters)):
             step = bound.step(starts, lengths, random_ids(lengths))
             step.inputs = replace(step.inputs, slots=torch.arange(3))
-            bound.backend.extension.tokens.of_slots[:3] = given + 1
+            bound.backend.extension.of_slots[:3] = given + 1
             if sampled is not None:
                 step.sampled = last_tokens(step, sampled)
             with bound.backend.extension:

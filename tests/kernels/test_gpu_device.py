@@ -17,6 +17,8 @@ import pytest
 import torch
 from aioinfer.kernels import lookahead
 
+from aioinfer.features.adapters.layers.parts import AdapterWeights
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.sections import AdapterChanges
 from aioinfer.features.expert_load.sections import ExpertTokens
 from aioinfer.features.logprobs.sections import ALL, LogprobRows, Logprobs
@@ -28,8 +30,6 @@ from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
-from aioinfer.layers.adapters.parts import AdapterWeights
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.registry import build_model
@@ -488,7 +488,7 @@ def enter_adapter(slots: AdapterSlots, slot: int, rank: int) -> None:
     for module, shape in slots.modules.items():
         given = {side: random(*size) for side, size in shape.of_rank(rank).items()}
         weights[module] = AdapterWeights(**given, scale=0.5)
-    slots.enter(slot, slots.pack(weights, pinned=False), rank)
+    slots.enter(slot, slots.pack(weights), rank)
 
 
 def test_rows_of_several_adapters_share_steps(folder: Path) -> None:

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from aioinfer.errors import ConfigError
+from aioinfer.features.adapters.layers.parts import PROMPT, AdapterWeights
 from aioinfer.ipc.content_digest import digest_files
-from aioinfer.layers.adapters.parts import PROMPT, AdapterWeights
 from aioinfer.models.text_model import own_name
 
 CONFIG, WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

@@ -24,10 +24,10 @@ from aioinfer.features.adapters.checkpoint import (
     read_weights,
     write_adapter,
 )
+from aioinfer.features.adapters.layers.parts import PROMPT, AdapterWeights, ModuleShape, rank_of
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Adapter, Planning
 from aioinfer.features.serving import ServingFeature
-from aioinfer.layers.adapters.parts import PROMPT, AdapterWeights, ModuleShape, rank_of
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
@@ -200,7 +200,7 @@ def adaptable_modules(folder: Path, config: Config) -> Modules:
     device, group = torch.device("meta"), ParallelGroup(0, 1)
     backend = Backend(device, torch.float32, group)
     lora = replace(config.lora, max_adapters=1, max_rank=1)
-    backend.extension = slots = AdapterSlots.of(lora, backend, torch.float32)
+    backend.extension = slots = AdapterSlots(lora, backend)
     model = build_model(folder, backend, config.model)
     if isinstance(model, (EncoderModel, EncoderDecoderModel)):
         raise ConfigError("adapters (lora) are not supported for models with an encoder")

@@ -20,6 +20,8 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.features.adapters.checkpoint import digest_adapter, read_weights
+from aioinfer.features.adapters.layers.parts import AdapterWeights, rank_of
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.sections import (
     DROP,
     FAILED,
@@ -29,8 +31,6 @@ from aioinfer.features.adapters.sections import (
     AdapterStates,
 )
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.layers.adapters.parts import AdapterWeights, rank_of
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
 
@@ -42,10 +42,9 @@ _MAX_WAIT_S = 0.02
 
 
 class _Packed(NamedTuple):
-    """An adapter in the form of a slot: its products, its other parts, and its rank."""
+    """An adapter in the form of a slot, and its rank."""
 
     memory: torch.Tensor
-    parts: torch.Tensor
     rank: int
 
 
@@ -55,11 +54,10 @@ class HostAdapters:
     Args:
         slots: whose form they have.
         max_bytes: of all that are not on their way into a slot; the least recently used go first.
-        pinned: whether the memory is pinned.
     """
 
-    def __init__(self, slots: AdapterSlots, max_bytes: int, *, pinned: bool):
-        self._slots, self._max_bytes, self._pinned = slots, max_bytes, pinned
+    def __init__(self, slots: AdapterSlots, max_bytes: int):
+        self._slots, self._max_bytes = slots, max_bytes
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._kept: OrderedDict[int, Future[_Packed]] = OrderedDict()
         self._unreported: dict[int, Future[_Packed]] = {}
@@ -83,13 +81,10 @@ class HostAdapters:
         folder = Path(files.folder)
         with torch.inference_mode():
             slots, weights = self._slots, read_weights(folder)
-            rank, pinned = rank_of(weights), self._pinned
-            _require_finite(weights, slots.dtype, folder)
+            _require_finite(weights, slots.backend.dtype, folder)
             if digest_adapter(folder, whole=False) != files.sample:
                 raise ValueError(f"{folder} has changed since the adapter was loaded")
-            products = slots.pack(weights, pinned=pinned)
-            parts = slots.pack_parts(weights, pinned=pinned)
-            return _Packed(products, parts, rank)
+            return _Packed(slots.pack(weights), rank_of(weights))
 
     def _shrink(self, used: int) -> None:
         """Forgets what is too much, but not `used`."""
@@ -148,17 +143,15 @@ class Work(WorkerFeature):
         self._adapters = adapters
         self._of_slots = np.zeros(len(rank.slots.tokens), np.int32)
         is_gpu = rank.device.type == "cuda"
-        self.host = HostAdapters(adapters, rank.config.lora.host_bytes, pinned=is_gpu)
+        self.host = HostAdapters(adapters, rank.config.lora.host_bytes)
         self._copies = torch.cuda.Stream(rank.device) if is_gpu else None
         self._entering: list[torch.cuda.Event] = []
         self._serves = False
 
     @classmethod
-    def extend_layers(
-        cls, config: Config, backend: Backend, dtype: torch.dtype
-    ) -> AdapterSlots | None:
+    def extend_layers(cls, config: Config, backend: Backend) -> AdapterSlots | None:
         """See `WorkerFeature.extend_layers`."""
-        return AdapterSlots.of(config.lora, backend, dtype) if config.lora.num_slots else None
+        return AdapterSlots(config.lora, backend) if config.lora.num_slots else None
 
     def begin_service(self) -> None:
         """See `WorkerFeature.begin_service`."""
@@ -171,7 +164,7 @@ class Work(WorkerFeature):
         for entered in self._entering:  # with an earlier plan
             torch.cuda.current_stream().wait_event(entered)
         self._entering = []
-        changes, tokens = plan.section(AdapterChanges), self._adapters.tokens
+        changes, adapters = plan.section(AdapterChanges), self._adapters
         admitted = plan.admissions.records["slot"]
         before = self._of_slots[admitted]
         self._of_slots[admitted] = 0
@@ -181,8 +174,8 @@ class Work(WorkerFeature):
             if not len(plan.slots):
                 self.host.await_read(_MAX_WAIT_S)
         if (self._of_slots[admitted] != before).any():
-            tokens.of_slots.copy_(self.rank.upload(self._of_slots))
-        tokens.is_active = bool(self._of_slots[plan.slots].any())
+            adapters.of_slots.copy_(self.rank.upload(self._of_slots))
+        adapters.is_active = bool(self._of_slots[plan.slots].any())
 
     def _take(self, changes: AdapterChanges) -> None:
         files = changes.files_by_number()
@@ -201,24 +194,20 @@ class Work(WorkerFeature):
         try:
             packed = reading.result()
         except Exception:  # `report` tells of it
-            self._adapters.tokens.ranks[slot] = 0
+            self._adapters.ranks[slot] = 0
             return
         if self._copies is None:
-            self._copy(slot, packed)
+            self._adapters.enter(slot, *packed)
             return
         current = torch.cuda.current_stream()
         self._copies.wait_stream(current)
         with torch.cuda.stream(self._copies):
-            self._copy(slot, packed)
+            self._adapters.enter(slot, *packed)
             entered = self._copies.record_event()
         if waits:
             current.wait_event(entered)
         else:
             self._entering.append(entered)
-
-    def _copy(self, slot: int, packed: _Packed) -> None:
-        self._adapters.enter(slot, packed.memory, packed.rank)
-        self._adapters.parts.enter(slot, packed.parts)
 
     def read_step(self, step_id: int) -> PendingSection | None:
         """Returns what has become of adapters since the step before."""

@@ -3,9 +3,9 @@ tokens."""
 
 from __future__ import annotations
 
+from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.soft_prompts.sections import SoftPromptRows
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.step import Step, StepPictures
 from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, spread
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from aioinfer.layers.shards import Shard, Source
+
 #: In the place of a module: an adapter is a soft prompt. Its `up` are the vectors [tokens,
 #: hidden_size], its `down` has no rank.
 PROMPT = "prompt_embeddings"
@@ -132,15 +134,10 @@ class SlotParts:
                 torch.zeros(slots, *shape, dtype=dtype, device=device) for shape in part.shapes
             ]
 
-    def pack(
-        self, weights: Mapping[str, AdapterWeights], rank: int, dtype: torch.dtype, *, pinned: bool
-    ) -> torch.Tensor:
-        """Returns an adapter's parts on the host, in pinned memory if `pinned`; the other arguments
-        as in `AdapterPart.put`."""
-        packed = torch.zeros(self.size, dtype=dtype, pin_memory=pinned)
+    def put(self, packed: torch.Tensor, weights: Mapping[str, AdapterWeights], rank: int) -> None:
+        """Writes an adapter's parts into zeros [size]; see `AdapterPart.put`."""
         for part, tensors in self._views(packed):
             part.put(tensors, weights, rank)
-        return packed
 
     def enter(self, slot: int, packed: torch.Tensor) -> None:
         """Copies the packed parts of an adapter into a slot, on the current stream."""
@@ -156,6 +153,32 @@ class SlotParts:
                 tensors.append(packed[first : first + math.prod(shape)].view(shape))
                 first += aligned(math.prod(shape))
             yield part, tensors
+
+
+def put_rows(
+    down: torch.Tensor, up: torch.Tensor, sources: Sequence[Source], columns: Shard,
+    given: Mapping[str, tuple[AdapterWeights, int]], input_order: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes matrices of modules into those of a product.
+
+    Args:
+        down, up: A [ranks, in] and B [out, ranks], zeros.
+        sources: the rows of the product.
+        columns: the input features that this rank has.
+        given: by module, its matrices and the first rank that is theirs.
+        input_order: int64 [in], the input at each place; None for the same order.
+    """
+    first_row = 0
+    for source in sources:
+        rows = slice(first_row, first_row := first_row + source.rows.size)
+        if source.name not in given:
+            continue
+        weights, first = given[source.name]
+        ranks = slice(first, first + len(weights.down))
+        matrix = weights.down[:, columns.start : columns.start + columns.size]
+        down[ranks] = matrix if input_order is None else matrix[:, input_order]
+        own = weights.up[source.rows.start : source.rows.start + source.rows.size].float()
+        up[rows, ranks] = (own * (weights.scale * source.scale)).to(up.dtype)
 
 
 def aligned(numbers: int) -> int:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.layers.kernel_choices import KernelChoices
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.extension import Extension, Terms
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
@@ -25,19 +26,16 @@ if TYPE_CHECKING:
 _COLUMN_SHARE = 8
 
 
-class AdapterTokens:
-    """The tokens of a step by adapter.
+class AdapterTokens(Extension):
+    """The tokens of a step by adapter: what `AdapterSlots` does with steps.
 
     Args:
         count: of the slots.
         max_rank: of an adapter.
-        device: of the rank.
-        uses_kernels: whether Triton kernels compute the products.
-        pdl: whether they are launched as programmatic dependents.
-        choices: of kernels, of the rank.
+        backend: of the rank's layers.
 
     Attributes:
-        is_active: whether a token of the step that is being computed may have an adapter.
+        backend, count, max_rank: the same.
         ranks: int32 [count], of the adapter in each slot.
         of_slots: int32 [requests], the adapter slot of each request's slot plus 1, 0 for none; made
             by `allocate`.
@@ -47,14 +45,9 @@ class AdapterTokens:
     of_slots: torch.Tensor
     workspace: AdapterWorkspace
 
-    def __init__(
-        self, count: int, max_rank: int, device: torch.device, *, uses_kernels: bool, pdl: bool,
-        choices: KernelChoices,
-    ):  # fmt: skip
-        self.choices = choices
-        self.count, self.max_rank = count, max_rank
-        self.uses_kernels, self.pdl = uses_kernels, pdl
-        self.is_active = False
+    def __init__(self, count: int, max_rank: int, backend: Backend):
+        self.count, self.max_rank, self.backend = count, max_rank, backend
+        device = backend.device
         self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tokens = 0
@@ -70,20 +63,18 @@ class AdapterTokens:
         self._tiles: AdapterTiles
         self._sampled_tiles: AdapterTiles
 
-    def allocate(
-        self, tokens: int, merged: tuple[int, ...], inputs: int, dtype: torch.dtype
-    ) -> None:
+    def allocate_tokens(self, tokens: int, merged: tuple[int, ...], inputs: int) -> None:
         """Makes the memory that kernels need, for steps of up to `tokens` tokens.
 
         Args:
             merged: the numbers of modules that products merge, in ascending order.
             inputs: the maximum of a product's input features.
-            dtype: of the products.
         """
         from aioinfer.kernels.adapter_tiles import AdapterTiles, RankLayout
         from aioinfer.kernels.adapters import AdapterWorkspace
 
-        layout, device = RankLayout(self.count, self.max_rank, merged), self.ranks.device
+        layout = RankLayout(self.count, self.max_rank, merged)
+        device, dtype = self.backend.device, self.backend.dtype
         self.workspace = AdapterWorkspace.empty(tokens, layout, inputs, dtype, device)
         self._buffer = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
@@ -114,21 +105,21 @@ class AdapterTokens:
             self._even[rows] = replace(tiles, order=order, slots=slots), ranks
         return self._even[rows]
 
-    def of_rows(self, step: Step, rows: int) -> torch.Tensor | None:
+    def of_rows(self, step: Step, rows: int) -> Terms | None:
         """See `ExpertExtension.terms_of`: int32 [rows], adapter slots, negative for none."""
-        given, sampled = self.of_tokens(step), step.sampled
+        given, sampled = self.terms_of(step), step.sampled
         if given is None or rows == len(given):
             return given
         assert sampled is not None, "neither all tokens nor the sampled ones"
         return given.index_select(0, sampled.last)
 
-    def of_tokens(self, step: Step) -> torch.Tensor | None:
+    def terms_of(self, step: Step) -> Terms | None:
         """See `Extension.terms_of`: int32 [T], adapter slots, negative for none."""
         if not self.is_active or self._buffer is None:
             return self._given if self.is_active else None
         return self._buffer[: len(step.inputs.input_ids)]
 
-    def at(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    def terms_at(self, tokens: torch.Tensor | None) -> Terms | None:
         """See `Extension.terms_at`: int32 [N], adapter slots, negative for none."""
         if not self.is_active or self._given is None:
             return None
@@ -176,7 +167,7 @@ class AdapterTokens:
         return given[:tokens]
 
     def _sort(self, adapters: torch.Tensor, *, is_sampled: bool) -> None:
-        if not self.uses_kernels:
+        if not self.backend.has_kernels:
             self._by_slot[len(adapters)] = [
                 (slot, torch.nonzero(adapters == slot)[:, 0])
                 for slot in adapters.unique().tolist()
@@ -207,7 +198,7 @@ class AdapterTokens:
         """Whether a kernel may add the adapters to a product of so many rows in its own launch: few
         rows read the matrices B that they need anyway, while many would take arithmetic for each
         column of B beside the input features."""
-        if not self.uses_kernels or not 0 < rows <= len(self._tiles.shrunk):
+        if not self.backend.has_kernels or not 0 < rows <= len(self._tiles.shrunk):
             return False
         from aioinfer.kernels.adapter_tiles import MAX_FUSED_ROWS
 

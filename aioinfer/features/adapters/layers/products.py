@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.layers.adapters.addition import Addition
-from aioinfer.layers.adapters.parts import AdapterWeights, aligned
-from aioinfer.layers.adapters.tokens import AdapterTokens
+from aioinfer.features.adapters.layers.addition import Addition
+from aioinfer.features.adapters.layers.parts import AdapterWeights, aligned, put_rows
+from aioinfer.features.adapters.layers.tokens import AdapterTokens
 from aioinfer.layers.extension import ProductExtension, RowExtension, RowPart, Terms
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
@@ -82,19 +82,12 @@ class AdaptedProduct(ProductExtension):
         """Writes an adapter's matrices into the numbers A and B of a slot of zeros on the host;
         `rank`: the largest of its modules."""
         down, up = self._down_of(downs[None])[0], self._up_of(ups)
-        columns = slice(self._columns.start, self._columns.start + self._columns.size)
-        first_row = 0
-        for source in self._sources:
-            rows = slice(first_row, first_row := first_row + source.rows.size)
-            found = weights.get(source.name)
-            if found is None:
-                continue
-            number = self.modules.index(source.name) * rank
-            ranks = slice(number, number + len(found.down))
-            given = found.down[:, columns]
-            down[ranks] = given if self.input_order is None else given[:, self.input_order]
-            own = found.up[source.rows.start : source.rows.start + source.rows.size].float()
-            up[rows, ranks] = (own * (found.scale * source.scale)).to(up.dtype)
+        given = {
+            name: (weights[name], number * rank)
+            for number, name in enumerate(self.modules)
+            if name in weights
+        }
+        put_rows(down, up, self._sources, self._columns, given, self.input_order)
         if self.row_order is not None:
             up.copy_(up[self.row_order])
 
@@ -134,14 +127,16 @@ class AdaptedProduct(ProductExtension):
         if norm is not None:
             given = {"norm_weight": norm.weight, "eps": norm.eps}
         tiles = tokens.tiles_of(len(x))
-        operand = shrink(x, self._matrices(), tiles, tokens.workspace, **given, pdl=tokens.pdl)
+        operand = shrink(
+            x, self._matrices(), tiles, tokens.workspace, **given, pdl=tokens.backend.pdl
+        )
         assert operand is not None, "too many tokens"
         return operand
 
     def begin(self, x: torch.Tensor) -> None:
         """See `ProductExtension.begin`."""
         tokens = self._tokens
-        if not tokens.uses_kernels or not len(x):
+        if not tokens.backend.has_kernels or not len(x):
             return
         from aioinfer.kernels.adapters import shrink
 
@@ -153,9 +148,9 @@ class AdaptedProduct(ProductExtension):
         tokens = self._tokens
         if not len(x):
             return
-        if tokens.uses_kernels:
+        if tokens.backend.has_kernels:
             if self._addition is None:
-                self._addition = Addition(self._matrices(), tokens, tokens.choices)
+                self._addition = Addition(self._matrices(), tokens)
             tokens.join()
             self._addition.add(y)
             return
@@ -179,7 +174,7 @@ class RowProduct(AdaptedProduct, RowExtension):
 
     def terms_of(self, step: Step) -> torch.Tensor | None:
         """See `RowExtension.terms_of`."""
-        return self._tokens.of_tokens(step)
+        return self._tokens.terms_of(step)
 
     @property
     def _sides(self) -> tuple[torch.Tensor, torch.Tensor]:

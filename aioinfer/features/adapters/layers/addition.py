@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.layers.adapters.tokens import AdapterTokens
-from aioinfer.layers.kernel_choices import Candidate, KernelChoices, Operation, Product
+from aioinfer.features.adapters.layers.tokens import AdapterTokens
+from aioinfer.layers.kernel_choices import Candidate, Operation, Product
 
 if TYPE_CHECKING:
     from aioinfer.kernels.adapter_tiles import AdapterTiles
@@ -30,20 +30,19 @@ class Addition:
     Args:
         matrices: of the product.
         tokens: of a step by adapter.
-        choices: of the rank.
 
     Attributes:
         held_bytes: of the matrices B.
     """
 
-    def __init__(self, matrices: Adapters, tokens: AdapterTokens, choices: KernelChoices):
+    def __init__(self, matrices: Adapters, tokens: AdapterTokens):
         self._matrices, self._tokens = matrices, tokens
         self.held_bytes = matrices.up.nbytes
         out, columns = matrices.up.shape
         dtype = str(matrices.up.dtype).removeprefix("torch.")
         format = f"adapters {tokens.count}x{matrices.width}"
         product = Product("residual", format, out, columns, dtype)
-        self._choices = choices.register(product, self)
+        self._choices = tokens.backend.choices.register(product, self)
 
     def candidates(self, operation: Operation, rows: int) -> list[Candidate]:
         """See `Weight.candidates`."""

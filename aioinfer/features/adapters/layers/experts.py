@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.adapters.parts import AdapterPart, AdapterWeights, ModuleShape
+from aioinfer.features.adapters.layers.parts import (
+    AdapterPart,
+    AdapterWeights,
+    ModuleShape,
+    put_rows,
+)
+from aioinfer.features.adapters.layers.tokens import AdapterTokens
 from aioinfer.layers.extension import ExpertExtension, Terms
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
@@ -23,8 +29,6 @@ from aioinfer.layers.step import Step
 if TYPE_CHECKING:
     from aioinfer.kernels.expert_adapters import PairTiles
     from aioinfer.kernels.expert_routing import RoutedTokens
-    from aioinfer.layers.adapters.slots import AdapterSlots
-    from aioinfer.layers.backend import Backend
     from aioinfer.layers.mixture import PlacedExperts
 
 
@@ -32,7 +36,7 @@ class ExpertProduct(AdapterPart):
     """What adapters add to one product of all experts of a layer that a rank has.
 
     Args:
-        slots: that hold the matrices.
+        slots: of the rank.
         stack: the checkpoint module of all experts' weights, whether or not the checkpoint has it.
         sources: of each of the rank's experts: the rows of its weight.
         columns: the input features that this rank has.
@@ -42,7 +46,7 @@ class ExpertProduct(AdapterPart):
     """
 
     def __init__(
-        self, slots: AdapterSlots, stack: str, sources: Sequence[Sequence[Source]],
+        self, slots: AdapterTokens, stack: str, sources: Sequence[Sequence[Source]],
         columns: Shard, experts: Sequence[int], total: int, *, merged: int,
         order: torch.Tensor | None = None,
     ):  # fmt: skip
@@ -50,9 +54,8 @@ class ExpertProduct(AdapterPart):
         self._columns, self._experts, self._total = columns, experts, total
         self._merged, self._order = merged, order
         rows = sum(source.rows.size for source in sources[0])
-        width = merged * slots.tokens.max_rank
+        width = merged * slots.max_rank
         self.shapes = [(len(sources), width, columns.size), (len(sources), rows, width)]
-        slots.parts.add(self)
 
     @property
     def modules(self) -> Mapping[str, ModuleShape]:
@@ -72,41 +75,25 @@ class ExpertProduct(AdapterPart):
         self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
     ) -> None:
         """See `AdapterPart.put`."""
-        of_stack = weights.get(self._stack)
         for number, sources, down, up in zip(self._experts, self._sources, *tensors, strict=True):
-            if of_stack is not None:
-                own = of_stack._replace(down=of_stack.down[number], up=of_stack.up[number])
-                self._put_rows(down, up, sources, None, own, 0)
-                continue
-            for index, name in enumerate(dict.fromkeys(source.name for source in sources)):
-                if (found := weights.get(name)) is not None:
-                    self._put_rows(down, up, sources, name, found, index * rank)
+            totals = {source.name: source.rows.total for source in sources}
+            given, first = dict[str, tuple[AdapterWeights, int]](), 0
+            for index, (name, total) in enumerate(totals.items()):
+                if (stack := weights.get(self._stack)) is not None:
+                    own = stack.up[number][first : first + total]
+                    given[name] = stack._replace(down=stack.down[number], up=own), 0
+                    first += total
+                elif name in weights:
+                    given[name] = weights[name], index * rank
+            put_rows(down, up, sources, self._columns, given)
         if self._order is not None:
             tensors[1].copy_(tensors[1][:, self._order])
-
-    def _put_rows(
-        self, down: torch.Tensor, up: torch.Tensor, sources: Sequence[Source], name: str | None,
-        given: AdapterWeights, first_rank: int,
-    ) -> None:  # fmt: skip
-        """Writes the matrices of one expert's module `name`, or with None of all its modules."""
-        ranks = slice(first_rank, first_rank + len(given.down))
-        columns = slice(self._columns.start, self._columns.start + self._columns.size)
-        down[ranks] = given.down[:, columns]
-        row, before, names = 0, 0, [source.name for source in sources]
-        for index, source in enumerate(sources):
-            rows = slice(row, row := row + source.rows.size)
-            if index and names[index] != names[index - 1] and name is None:
-                before += sources[index - 1].rows.total
-            if name in (None, source.name):
-                start = before + source.rows.start
-                own = given.up[start : start + source.rows.size].float()
-                up[rows, ranks] = (own * (given.scale * source.scale)).to(up.dtype)
 
     def add(self, place: int, x: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
         """See `ExpertExtension.add`."""
         down, up = self.tensors
         for slot in adapters.unique().tolist():
-            used = 0 if slot < 0 else int(self._slots.tokens.ranks[slot]) * self._merged
+            used = 0 if slot < 0 else int(self._slots.ranks[slot]) * self._merged
             if used:
                 rows = torch.nonzero(adapters == slot)[:, 0]
                 shrunk = x.index_select(0, rows) @ down[slot, place, :used].t()
@@ -118,7 +105,7 @@ class ExpertProduct(AdapterPart):
         """See `ExpertExtension.add_to_pairs`."""
         from aioinfer.kernels.expert_adapters import add_to_pairs
 
-        (down, up), ranks = self.tensors, self._slots.tokens.ranks
+        (down, up), ranks = self.tensors, self._slots.ranks
         add_to_pairs(x, down, up, y, tiles, ranks, self._merged, is_first=is_first)
 
 
@@ -128,10 +115,13 @@ class ExpertAdapters(ExpertExtension):
     Args:
         slots: of the rank.
         first, second: the two products.
+
+    Attributes:
+        products: the second and the first.
     """
 
-    def __init__(self, slots: AdapterSlots, first: ExpertProduct, second: ExpertProduct):
-        self._slots, self._products = slots, (second, first)
+    def __init__(self, slots: AdapterTokens, first: ExpertProduct, second: ExpertProduct):
+        self._slots, self.products = slots, (second, first)
 
     @property
     def is_active(self) -> bool:
@@ -140,36 +130,36 @@ class ExpertAdapters(ExpertExtension):
 
     def terms_of(self, step: Step, rows: int) -> Terms | None:
         """See `ExpertExtension.terms_of`."""
-        return self._slots.tokens.of_rows(step, rows)
+        return self._slots.of_rows(step, rows)
 
     def add(
         self, place: int, x: torch.Tensor, y: torch.Tensor, terms: Terms, *, is_first: bool
     ) -> None:
         """See `ExpertExtension.add`."""
-        self._products[is_first].add(place, x, y, terms)
+        self.products[is_first].add(place, x, y, terms)
 
     def sort(self, terms: Terms, routed: RoutedTokens) -> PairTiles:
         """See `ExpertExtension.sort`."""
         from aioinfer.kernels.expert_adapters import sort_pairs
 
-        (experts, _, _) = self._products[0].shapes[0]
+        (experts, _, _) = self.products[0].shapes[0]
         return sort_pairs(terms, routed, experts, self._slots.count)
 
     def add_to_pairs(
         self, x: torch.Tensor, y: torch.Tensor, pairs: PairTiles, *, is_first: bool
     ) -> None:
         """See `ExpertExtension.add_to_pairs`."""
-        self._products[is_first].add_to_pairs(x, y, pairs, is_first=is_first)
+        self.products[is_first].add_to_pairs(x, y, pairs, is_first=is_first)
 
 
 def adapt_experts(
-    slots: AdapterSlots, backend: Backend, stacks: tuple[str, str],
-    here: Sequence[Sequence[Source]], placed: PlacedExperts,
-    *, takes_stacked: bool, in_turns: bool, channels: Shard | None,
+    slots: AdapterTokens, stacks: tuple[str, str], here: Sequence[Sequence[Source]],
+    placed: PlacedExperts, *, takes_stacked: bool, in_turns: bool = False,
+    channels: Shard | None = None,
 ) -> ExpertAdapters:  # fmt: skip
     """Returns what adapters add to a rank's experts; see `Extension.extend_experts`."""
     channels = channels or placed.channels
-    if backend.expert_group is not None:
+    if slots.backend.expert_group is not None:
         raise ConfigError(
             "'experts' in lora.targets is not supported with parallel.expert_parallel between "
             "engines"

@@ -1,0 +1,173 @@
+"""The adapters on one rank's device (LoRA, Hu et al. 2021), in slots of one size each: a slot holds
+the matrices of all adapted layers.
+
+The products of a step's adapters are added while `AdapterSlots.is_active`; a step without adapters
+computes what it would without slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioinfer.config_sections import LoraConfig
+from aioinfer.features.adapters.layers.experts import ExpertAdapters, adapt_experts
+from aioinfer.features.adapters.layers.parts import (
+    AdapterWeights,
+    ModuleShape,
+    SlotParts,
+    SoftPrompts,
+    aligned,
+    rank_of,
+)
+from aioinfer.features.adapters.layers.products import AdaptedProduct, RowProduct
+from aioinfer.features.adapters.layers.tokens import AdapterTokens
+from aioinfer.layers.shards import Shard, Source
+
+if TYPE_CHECKING:
+    from aioinfer.layers.backend import Backend
+    from aioinfer.layers.embedding import Embedding, LMHead
+    from aioinfer.layers.mixture import PlacedExperts
+
+
+class AdapterSlots(AdapterTokens):
+    """The adapters on one rank's device.
+
+    Args:
+        config: of adapters.
+        backend: of the rank's layers.
+
+    Attributes:
+        products: that adapters may change, of a step's tokens.
+        row_products: the others.
+        prompts: the soft prompts, if there may be any.
+        parts: what a slot holds beside their matrices.
+        memory: [count, numbers], the matrices A of each slot; made by `allocate`.
+    """
+
+    shortage = "the adapters", "lower lora.max_adapters or lora.max_rank"
+    memory: torch.Tensor
+
+    def __init__(self, config: LoraConfig, backend: Backend):
+        super().__init__(config.num_slots, config.max_rank, backend)
+        self._config = config
+        self.prompts: SoftPrompts | None = None
+        self.products: list[AdaptedProduct] = []
+        self.row_products: list[RowProduct] = []
+        self.parts = SlotParts()
+        #: numbers of a packed slot in A and in B
+        self._sizes = [0, 0]
+        self._entering: torch.Tensor
+
+    @property
+    def modules(self) -> dict[str, ModuleShape]:
+        """The checkpoint's modules that adapters may change."""
+        found = {
+            module: ModuleShape(*product.shape_of(module))
+            for product in self._all_products
+            for module in product.modules
+        }
+        for part in self.parts:
+            found |= part.modules
+        return found
+
+    @property
+    def _all_products(self) -> Iterator[AdaptedProduct]:
+        return chain(self.products, self.row_products)
+
+    @property
+    def is_used(self) -> bool:
+        """See `Extension.is_used`."""
+        return bool(self.products)
+
+    # ---------------------------------------------------------------- while a model is made
+
+    def extend_ends(
+        self, hidden_size: int, embedding: Embedding | None, head: LMHead | None
+    ) -> None:
+        """See `Extension.extend_ends`."""
+        if self._config.max_prompt_tokens:
+            self.prompts = SoftPrompts(self._config.max_prompt_tokens, hidden_size)
+            self.parts.add(self.prompts)
+        for end in (embedding, head) if "embeddings" in self._config.targets else ():
+            if end is not None:
+                end.extend(self)
+
+    def extend_experts(
+        self, stacks: tuple[str, str], here: Sequence[Sequence[Source]], placed: PlacedExperts,
+        **options: Any,
+    ) -> ExpertAdapters | None:  # fmt: skip
+        """See `Extension.extend_experts`."""
+        if "experts" not in self._config.targets:
+            return None
+        found = adapt_experts(self, stacks, here, placed, **options)
+        for product in found.products:
+            self.parts.add(product)
+        return found
+
+    def extend(self, sources: Sequence[Source], columns: Shard) -> AdaptedProduct:
+        """See `Extension.extend`."""
+        product = AdaptedProduct(self, sources, columns)
+        product.places = self._reserve(product)
+        self.products.append(product)
+        return product
+
+    def extend_rows(self, sources: Sequence[Source], columns: Shard) -> RowProduct:
+        """See `Extension.extend_rows`."""
+        product = RowProduct(self, sources, columns)
+        product.places = self._reserve(product)
+        self.row_products.append(product)
+        return product
+
+    def _reserve(self, product: AdaptedProduct) -> tuple[int, int]:
+        """Returns where the product's A begins among a slot's, and its B."""
+        places = self._sizes[0], self._sizes[1]
+        self._sizes = [
+            place + aligned(numbers) for place, numbers in zip(places, product.sizes, strict=True)
+        ]
+        return places
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return (sum(self._sizes) + self.parts.size) * self.backend.dtype.itemsize
+
+    def allocate(self, tokens: int, requests: int) -> None:
+        """See `Extension.allocate`."""
+        dtype, device = self.backend.dtype, self.backend.device
+        self.of_slots = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
+        for product in self._all_products:
+            product.allocate(self.memory)
+        self.parts.allocate(self.count, dtype, device)
+        if self.backend.has_kernels:
+            merged = sorted({len(product.modules) for product in self.products})
+            inputs = max(product.inputs for product in self.products)
+            self.allocate_tokens(tokens, tuple(merged), inputs)
+            self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
+
+    def pack(self, weights: Mapping[str, AdapterWeights]) -> torch.Tensor:
+        """Returns this rank's part of an adapter, given by checkpoint module, in the form of a
+        slot: on the host, in pinned memory if the slots are on a GPU."""
+        sizes, pinned = [*self._sizes, self.parts.size], self.backend.device.type == "cuda"
+        packed = torch.zeros(sum(sizes), dtype=self.backend.dtype, pin_memory=pinned)
+        rank, (downs, ups, parts) = rank_of(weights), packed.split(sizes)
+        for product in self._all_products:
+            product.put(downs, ups, weights, rank)
+        self.parts.put(parts, weights, rank)
+        return packed
+
+    def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
+        """Puts an adapter into a slot, on the current stream."""
+        products, parts = packed.split([sum(self._sizes), self.parts.size])
+        if self.backend.has_kernels:
+            products = self._entering.copy_(products, non_blocking=True)
+        downs, ups = products.split(self._sizes)
+        self.memory[slot].copy_(downs)
+        for product in self._all_products:
+            product.enter(slot, ups)
+        self.ranks[slot] = rank
+        self.parts.enter(slot, parts)
