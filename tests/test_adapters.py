@@ -347,7 +347,7 @@ def halves(llm: Any) -> tuple[Planning, HostAdapters]:
 
 def check_nothing_is_left(llm: LLM) -> None:
     planning, host = halves(llm)
-    assert not planning._reading | planning._read | planning._failed
+    assert not planning._states
     assert not planning._wanted
     assert {slot.number for slot in planning._slots} == {-1}
     assert not host._kept
@@ -386,7 +386,7 @@ async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> 
         planning, host = halves(llm)
         host._thread.submit(may_go_on.wait, 60)
         cold = asyncio.create_task(generate(llm, llama, "small"))
-        await until(lambda: planning._reading)
+        await until(lambda: planning._states)
         for _ in range(2):
             others = [generate(llm, llama, None), generate(llm, llama, None)]
             for output in await asyncio.wait_for(asyncio.gather(*others), 20):
@@ -413,7 +413,7 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         (engine,) = llm.frontend.engines
         await until(lambda: engine.scheduler.num_running)
         second = asyncio.create_task(generate(llm, llama, "small"))
-        await until(lambda: number in planning._read)
+        await until(lambda: planning._states.get(number) == READ)
         assert not first.done()
         first.cancel()
         output = await asyncio.wait_for(second, 20)

@@ -496,7 +496,7 @@ def test_rows_of_several_adapters_share_steps(folder: Path) -> None:
     runner, plain = (
         make_runner(folder, kernels=kernels, num_adapters=2) for kernels in (True, False)
     )
-    first = first_plan(AdapterChanges.of((), [(0, 1), (2, 0)], {}))
+    first = first_plan(AdapterChanges.of((), [(0, 1), (2, 0)]))
     plans = [
         first,
         *(plan_of(step, [2, 0, 1], [LENGTHS[s] + step - 1 for s in (2, 0, 1)], [1] * 3)

@@ -47,21 +47,18 @@ class AdapterConfig:
     """The part of `adapter_config.json` that is needed.
 
     Attributes:
-        rank, alpha: of modules that have none of their own.
-        ranks, alphas: of modules, by patterns of the ends of their names.
+        rank_of, alpha_of: of a module, by its name.
         is_rank_stabilized: whether the product is scaled by alpha / sqrt(rank) (rsLoRA,
             Kalajdzievski 2023), and not by alpha / rank.
         parameters: that it changes of modules, such as "mlp.experts.down_proj".
         prompt_tokens: virtual tokens of a soft prompt; 0 for matrices.
     """
 
-    rank: int
-    alpha: float
-    ranks: Mapping[re.Pattern[str], int]
-    alphas: Mapping[re.Pattern[str], float]
+    rank_of: Callable[[str], int]
+    alpha_of: Callable[[str], float]
     is_rank_stabilized: bool
     parameters: Sequence[str]
-    prompt_tokens: int = 0
+    prompt_tokens: int
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -74,15 +71,13 @@ class AdapterConfig:
             if not isinstance(given, dict):
                 raise ValueError("it does not hold an object")
             _refuse(given)
-            if given["peft_type"] in _PROMPTS:
-                return cls(0, 0.0, {}, {}, False, (), int(given["num_virtual_tokens"]))
+            is_prompt = given["peft_type"] in _PROMPTS
             return cls(
-                _rank(given["r"]),
-                _alpha(given.get("lora_alpha", 8)),
-                _by_pattern(given.get("rank_pattern") or {}, _rank),
-                _by_pattern(given.get("alpha_pattern") or {}, _alpha),
+                _by_module(1 if is_prompt else given["r"], given.get("rank_pattern"), _rank),
+                _by_module(given.get("lora_alpha", 8), given.get("alpha_pattern"), _alpha),
                 bool(given.get("use_rslora")),
                 [str(name) for name in given.get("target_parameters") or ()],
+                int(given["num_virtual_tokens"]) if is_prompt else 0,
             )
         except (
             OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, re.error,
@@ -92,8 +87,7 @@ class AdapterConfig:
 
     def scale_of(self, module: str, rank: int) -> float:
         """Returns by what the product of a module is multiplied."""
-        alpha = _find(self.alphas, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def stacks_of(self, module: str) -> list[str]:
         """Returns the parameters that it changes of a module of stacked experts, in the order in
@@ -105,10 +99,6 @@ class AdapterConfig:
                 found.append(parameter)
         known = [name for name in _STACKS if name in found]
         return known + sorted(set(found).difference(known))
-
-    def rank_of(self, module: str) -> int:
-        """Returns the rank of a module."""
-        return _find(self.ranks, module, self.rank)
 
 
 def write_adapter(
@@ -176,41 +166,47 @@ def _alpha(given: Any) -> float:
     return alpha
 
 
-def _by_pattern(given: Any, convert: Callable[[Any], _T]) -> dict[re.Pattern[str], _T]:
-    """Returns values by patterns that a module's whole name matches if the given one matches its
-    end, as in peft. Raises `re.error` for what is no pattern, and ValueError for one that might be
-    searched for without end."""
-    for pattern in dict(given):
+def _by_module(default: Any, patterns: Any, convert: Callable[[Any], _T]) -> Callable[[str], _T]:
+    """Returns what gives the value of a module: of the first pattern that matches the end of its
+    name, as in peft, or by default. Raises `re.error` for what is no pattern, and ValueError for
+    one that might be searched for without end."""
+    given, own = dict(patterns or {}), convert(default)
+    for pattern in given:
         if _REPEATED_GROUP.search(pattern):
             raise ValueError(f"the pattern {pattern!r} repeats a group, which is not supported")
-    return {
-        re.compile(rf"(.*\.)?({pattern})"): convert(value) for pattern, value in dict(given).items()
-    }
-
-
-def _find(patterns: Mapping[re.Pattern[str], _T], module: str, default: _T) -> _T:
-    """Returns the value of the first pattern that matches a module's name."""
-    values = (value for pattern, value in patterns.items() if pattern.fullmatch(module))
-    return next(values, default)
+    found = [(re.compile(rf"(.*\.)?({each})"), convert(value)) for each, value in given.items()]
+    return lambda module: next((value for p, value in found if p.fullmatch(module)), own)
 
 
 def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWeights]:
-    """Returns an adapter's matrices by the module of the checkpoint; `on_meta` their shapes alone.
+    """Returns an adapter's matrices by the module of the checkpoint, or its soft prompt (see
+    `PROMPT`); `on_meta` their shapes alone.
 
     Raises:
         ConfigError: there are other tensors, matrices without their counterparts, or the files
             cannot be read.
     """
-    config = AdapterConfig.read(folder)
+    config, path = AdapterConfig.read(folder), folder / WEIGHTS
+    try:
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if not _BASE.fullmatch(name)]  # noqa: SIM118
+            if not config.prompt_tokens:
+                places = _places(path, names, config)
+            elif names == [PROMPT]:
+                places = {(PROMPT, "up"): (PROMPT, False)}
+            else:
+                raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(names)}")
+            sides: dict[str, dict[str, torch.Tensor]] = {}
+            for (module, side), (name, is_stack) in places.items():
+                tensor = _read_tensor(file, name, on_meta=on_meta)
+                if is_stack:
+                    tensor = _unstacked(tensor, config.rank_of(module), side)
+                sides.setdefault(module, {})[side] = tensor
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(_unreadable(path, error)) from error
     if config.prompt_tokens:
-        return {PROMPT: _read_prompt(folder, on_meta=on_meta)}
-    sides: dict[str, dict[str, torch.Tensor]] = {}
-    with _Tensors(folder, config) as tensors:
-        for (module, side), (name, is_stack) in tensors.names.items():
-            tensor = _read_tensor(tensors.file, name, on_meta=on_meta)
-            if is_stack:
-                tensor = _unstacked(tensor, config.rank_of(module), side)
-            sides.setdefault(module, {})[side] = tensor
+        vectors = sides[PROMPT]["up"]
+        return {PROMPT: AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)}
     found = {}
     for module, pair in sides.items():
         if len(pair) < len(_SIDES):
@@ -229,19 +225,6 @@ def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
     if len(shape) != 2:
         raise ConfigError(f"the adapter's {name} has the shape {tuple(shape)}, and is no matrix")
     return torch.empty(shape, device="meta") if on_meta else file.get_tensor(name)
-
-
-def _read_prompt(folder: Path, *, on_meta: bool) -> AdapterWeights:
-    """Returns a soft prompt; see `PROMPT`."""
-    path = folder / WEIGHTS
-    try:
-        with safe_open(path, "pt") as file:
-            if (names := list(file.keys())) != [PROMPT]:
-                raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(names)}")
-            vectors = _read_tensor(file, PROMPT, on_meta=on_meta)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(_unreadable(path, error)) from error
-    return AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -266,44 +249,25 @@ def _unstacked(tensor: torch.Tensor, rank: int, side: str) -> torch.Tensor:
     return tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)
 
 
-class _Tensors:
-    """The tensors of a folder while they are read.
-
-    Attributes:
-        names: of the tensors, by (module, "down" or "up"), and whether it is of stacked experts.
-        file: of safetensors.
-    """
-
-    names: dict[tuple[str, str], tuple[str, bool]]
-
-    def __init__(self, folder: Path, config: AdapterConfig):
-        self._path, self._config = folder / WEIGHTS, config
-
-    def __enter__(self) -> _Tensors:
-        try:
-            self.file: Any = safe_open(self._path, "pt")
-            names = [name for name in self.file.keys() if not _BASE.fullmatch(name)]  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(_unreadable(self._path, error)) from error
-        matched = {name: _TENSOR.fullmatch(name) for name in names}
-        unknown = [name for name, match in matched.items() if match is None]
-        if unknown or not names:
-            what = f"it holds {unknown[0]}" if unknown else "it holds nothing"
-            raise ConfigError(f"{self._path} is no LoRA: {what}")
-        found = [(name, match) for name, match in matched.items() if match is not None]
-        depths: dict[str, int] = {}
-        for _, match in found:
-            module, depth = match["module"], match["depth"].count(".")
-            depths[module] = max(depth, depths.get(module, 0))
-        self.names = {}
-        for name, match in found:
-            module, side = match["module"], _SIDES[match["side"] or match["table"]]
-            stacks = self._config.stacks_of(module)
-            if stacks:
-                number = depths[module] - match["depth"].count(".")
-                module = f"{module}.{stacks[min(number, len(stacks) - 1)]}"
-            self.names[own_name(module), side] = name, bool(stacks)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        del self.file
+def _places(
+    path: Path, names: Sequence[str], config: AdapterConfig
+) -> dict[tuple[str, str], tuple[str, bool]]:
+    """Returns the names of a file's tensors, and whether each is of stacked experts, by (module,
+    "down" or "up"). Raises `ConfigError` for tensors of something else."""
+    matched = {name: match for name in names if (match := _TENSOR.fullmatch(name))}
+    if len(matched) < len(names) or not names:
+        unknown = next((name for name in names if name not in matched), "nothing")
+        raise ConfigError(f"{path} is no LoRA: it holds {unknown}")
+    depths: dict[str, int] = {}
+    for match in matched.values():
+        module, depth = match["module"], match["depth"].count(".")
+        depths[module] = max(depth, depths.get(module, 0))
+    found = {}
+    for name, match in matched.items():
+        module, side = match["module"], _SIDES[match["side"] or match["table"]]
+        stacks = config.stacks_of(module)
+        if stacks:
+            number = depths[module] - match["depth"].count(".")
+            module = f"{module}.{stacks[min(number, len(stacks) - 1)]}"
+        found[own_name(module), side] = name, bool(stacks)
+    return found

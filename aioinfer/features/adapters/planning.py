@@ -29,12 +29,15 @@ from aioinfer.features.adapters.sections import (
     AdapterChanges,
     AdapterFiles,
     AdapterStates,
+    Change,
 )
 from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest, Variant
 from aioinfer.scheduler.request import Request, RequestStatus, Use
 
+#: The state of an adapter that is being read.
+_READING = 0
 #: Adapters that are being read at a time, at most.
 _MAX_READING = 4
 
@@ -50,6 +53,11 @@ class Adapter(Variant):
 
     number: int
     sample: str
+
+    @property
+    def files(self) -> AdapterFiles:
+        """The files as workers find them."""
+        return AdapterFiles(self.root, self.sample)
 
     def asked_by(self, params: SamplingParams) -> SamplingParams:
         """See `Variant.asked_by`."""
@@ -122,17 +130,12 @@ class Planning(StepFeature):
         self.announces = self.holds_back = count > 0
         self._slots = [_Slot() for _ in range(count)]
         self._plan = 0  # the number of the plan that is being made
-        self._changes: list[tuple[int, int, bool]] = []
-        self._files: dict[int, AdapterFiles] = {}
+        self._changes: list[Change] = []
         self._admitted: list[tuple[int, int]] = []  # by the plan, as `AdapterChanges` has them
         self._awaits = False  # whether the plan is posted to hear what has been read
         self._removed: WeakSet[Adapter] = WeakSet()
-        #: adapters that are to be read, are being read, are in memory of the host, and cannot be
-        #: read
-        self._wanted: dict[int, Adapter] = {}
-        self._reading: set[int] = set()
-        self._read: set[int] = set()
-        self._failed: set[int] = set()
+        self._wanted: dict[int, Adapter] = {}  # adapters that are to be read
+        self._states: dict[int, int] = {}  # of others: `_READING`, `READ` or `FAILED`
         self._num_expected = 0  # requests that have begun to wait
         self._turn: _Turn | None = None
 
@@ -151,14 +154,14 @@ class Planning(StepFeature):
 
     def needs_step(self, *, is_idle: bool) -> bool:
         """See `StepFeature.needs_step`."""
-        self._awaits = is_idle and bool(self._reading)
+        self._awaits = is_idle and _READING in self._states.values()
         return self._awaits or bool(self._changes)
 
     def holds(self, request: Request, use: Any) -> bool:
         """See `StepFeature.holds`."""
         adapter: Adapter = use.adapter
         number = adapter.number
-        if number in self._failed:
+        if self._states.get(number) == FAILED:
             self._fail(request, adapter)
             return True
         place = self._place_of(number)
@@ -197,8 +200,7 @@ class Planning(StepFeature):
         """Lets the rows of this plan wait for an adapter that enters its slot with it."""
         slot.ready = self._plan
         self._changes = [
-            (number, place, waits or number == slot.number)
-            for number, place, waits in self._changes
+            each._replace(waits=each.waits or each.number == slot.number) for each in self._changes
         ]
 
     def _place_of(self, number: int) -> int | None:
@@ -210,29 +212,28 @@ class Planning(StepFeature):
         adapter, is_alone = use.adapter, self._is_alone
         number = adapter.number
         place = self._free_place(request, use)
-        if place is not None and number not in self._read:
+        if place is not None and self._states.get(number) != READ:
             self._want(adapter)
             place = None
         if place is None:
             return None
         self._slots[place] = _Slot(number, self._plan, self._plan + (not is_alone))
-        self._add(adapter, place, waits=is_alone)
+        self._changes.append(Change(number, place, is_alone, adapter.files))
         return place
 
     def _want(self, adapter: Adapter) -> None:
         """Has an adapter read that is not there, unless that is impossible."""
-        number = adapter.number
-        if number not in self._read | self._reading | self._failed:
-            self._wanted[number] = adapter
+        if adapter.number not in self._states:
+            self._wanted[adapter.number] = adapter
             self._begin_reading()
 
     def _begin_reading(self) -> None:
         """Has wanted adapters read, in the order of their requests, a few at a time: each takes
         memory of the host until it has been used."""
-        while self._wanted and len(self._reading) < _MAX_READING:
+        while self._wanted and [*self._states.values()].count(_READING) < _MAX_READING:
             number = next(iter(self._wanted))
-            self._reading.add(number)
-            self._add(self._wanted.pop(number), READ, waits=False)
+            self._states[number] = _READING
+            self._changes.append(Change(number, READ, files=self._wanted.pop(number).files))
 
     def _free_place(self, request: Request, use: AdapterUse) -> int | None:
         """Returns the slot whose adapter was used least recently, of those that no running request
@@ -267,10 +268,6 @@ class Planning(StepFeature):
         is_before = use.adapter.number == self._slots[place].number and use.order <= turn.order
         return not is_before or turn.num_before <= 0
 
-    def _add(self, adapter: Adapter, slot: int, *, waits: bool) -> None:
-        self._changes.append((adapter.number, slot, waits))
-        self._files[adapter.number] = AdapterFiles(adapter.root, adapter.sample)
-
     def _fail(self, request: Request, adapter: Adapter) -> None:
         """Ends a request outside the planning of a step."""
         error = GenerationError(f"the adapter {adapter.name!r} cannot be read; the log says why")
@@ -282,8 +279,8 @@ class Planning(StepFeature):
         if not self._changes and not self._admitted and not self._awaits:
             return None
         self._awaits = False
-        section = AdapterChanges.of(self._changes, self._admitted, self._files)
-        self._changes, self._admitted, self._files = [], [], {}
+        section = AdapterChanges.of(self._changes, self._admitted)
+        self._changes, self._admitted = [], []
         return section
 
     def take_report(self, section: Section) -> None:
@@ -291,17 +288,15 @@ class Planning(StepFeature):
         be read run by now."""
         assert isinstance(section, AdapterStates)
         for number, state in zip(section.numbers.tolist(), section.states.tolist(), strict=True):
-            self._reading.discard(number)
-            self._read.discard(number)
+            self._states.pop(number, None)
+            if state != DROP:
+                self._states[number] = state
             if state == FAILED:
-                self._failed.add(number)
                 for request in self.host.scheduler().running:
-                    for use in request.uses:
-                        if isinstance(use, AdapterUse) and use.adapter.number == number:
-                            self._fail(request, use.adapter)
+                    use = request.use(AdapterUse)
+                    if use is not None and use.adapter.number == number:
+                        self._fail(request, use.adapter)
                 self._empty(number)
-            elif state == READ:
-                self._read.add(number)
         self._begin_reading()
 
     def _empty(self, number: int) -> None:
@@ -312,9 +307,9 @@ class Planning(StepFeature):
 
     def drop(self, request: Request) -> None:
         """See `StepFeature.drop`."""
-        for use in request.uses:
-            if isinstance(use, AdapterUse) and use.adapter in self._removed:
-                self.forget(use.adapter)
+        use = request.use(AdapterUse)
+        if use is not None and use.adapter in self._removed:
+            self.forget(use.adapter)
 
     def forget(self, adapter: Adapter) -> None:
         """Lets the workers free what they have of an adapter that was removed. A request that still
@@ -322,17 +317,15 @@ class Planning(StepFeature):
         self._removed.add(adapter)
         number = adapter.number
         self._wanted.pop(number, None)
-        for numbers in (self._reading, self._read, self._failed):
-            numbers.discard(number)
+        self._states.pop(number, None)
         place = self._place_of(number)
         if place not in {use.place for use in self._running()}:
             self._empty(number)
-        self._changes.append((number, DROP, False))
+        self._changes.append(Change(number, DROP))
 
     def restart(self) -> None:
         """See `StepFeature.restart`: new workers have no adapters."""
         self._slots = [_Slot(ready=self._plan) for _ in self._slots]
-        self._changes, self._admitted, self._files, self._turn = [], [], {}, None
+        self._changes, self._admitted, self._turn = [], [], None
         self._wanted.clear()
-        for numbers in (self._reading, self._read, self._failed):
-            numbers.clear()
+        self._states.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,20 @@ class AdapterFiles(NamedTuple):
     sample: str
 
 
+class Change(NamedTuple):
+    """What becomes of an adapter, as `AdapterChanges` has it.
+
+    Attributes:
+        number, slot, waits: as there.
+        files: of an adapter that is not dropped.
+    """
+
+    number: int
+    slot: int
+    waits: bool = False
+    files: AdapterFiles | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterChanges(Section):
     """What becomes of adapters before a step is computed. A plan that has nothing else is posted to
@@ -56,13 +70,11 @@ class AdapterChanges(Section):
     files: I32 = array(np.int32)
 
     @classmethod
-    def of(
-        cls, changes: Iterable[tuple[int, int, bool]], admitted: Iterable[tuple[int, int]],
-        files: Mapping[int, AdapterFiles],
-    ) -> AdapterChanges:  # fmt: skip
-        """Returns the section of (number, slot, waits) and of (row, adapter)."""
-        numbers, slots, waits = np.array(list(changes), np.int32).reshape(-1, 3).T
-        rows, adapters = np.array(list(admitted), np.int32).reshape(-1, 2).T
+    def of(cls, changes: Sequence[Change], admitted: Sequence[tuple[int, int]]) -> AdapterChanges:
+        """Returns the section of changes and of (row, adapter)."""
+        numbers, slots, waits = np.array([c[:3] for c in changes], np.int32).reshape(-1, 3).T
+        rows, adapters = np.array(admitted, np.int32).reshape(-1, 2).T
+        files = {change.number: change.files for change in changes if change.files is not None}
         text = json.dumps(files).encode()
         packed = np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)
         return cls(numbers, slots, waits, rows, adapters, packed)
