@@ -3,6 +3,7 @@ however they are batched, cut, cached and preempted."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +24,11 @@ from aioinfer.models.registry import build_model
 from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import SamplingParams
 from tests.vision_models import (
+    IMAGE,
     MODELS,
     SOUND_MODELS,
     Reference,
+    change_to_first_layout,
     clip_of,
     conversation,
     picture,
@@ -273,3 +276,23 @@ def test_more_pictures_than_memory_takes(saved: Saved, monkeypatch: pytest.Monke
         check(saved, turns, chat(llm, turns))
         with pytest.raises(OverloadedError, match="use all memory"):
             chat(llm, [("Two: ", WIDE, HIGH)])
+
+
+@pytest.mark.parametrize("saved", ["internvl"], indirect=True)
+def test_the_first_layout_of_internvl(saved: Saved, tmp_path: Path) -> None:
+    turns = [*TURNS, ("Not a picture: <IMG_CONTEXT>", SMALL)]
+    with opened(saved) as llm:
+        expected = chat(llm, turns)
+    folder = shutil.copytree(saved.folder, tmp_path / "first")
+    change_to_first_layout(folder)
+    first = saved._replace(folder=folder)
+    with opened(first) as llm:
+        assert llm.frontend.input_modalities == ["text", "image"]
+        for found, output in zip(chat(llm, TURNS), expected, strict=False):
+            assert found.prompt_token_ids == output.prompt_token_ids
+            assert found.token_ids == output.token_ids
+        (marked,) = chat(llm, turns[-1:])
+        assert marked.prompt_token_ids.count(IMAGE) == expected[-1].prompt_token_ids.count(IMAGE)
+    with opened(first, **{"media.max_pictures": 0}) as llm:
+        (alone,) = llm.generate([expected[0].prompt_token_ids], PARAMS)
+        assert alone.token_ids == expected[0].token_ids

@@ -15,6 +15,7 @@ import tokenizers
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.test_sound import wav
 from tests.tiny_models import randomize
@@ -159,7 +160,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {
             "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 2, "image_size": [32, 32], "patch_size": [8, 8],
-            "norm_type": "rms_norm", "use_qk_norm": True, "initializer_range": 0.2,
+            "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": True,
+            "initializer_range": 0.2,
         },
         {"image_token_id": IMAGE, "tie_word_embeddings": False},
         {
@@ -335,6 +337,64 @@ def _randomize_tower(model: torch.nn.Module) -> None:
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
         elif name.endswith(("put_min", "put_max")):
             buffer.fill_(1.5 if name.endswith("max") else -1.2)
+
+
+#: Parts of names of InternVL's tensors by transformers, and in the first layout.
+_FIRST_NAMES = (
+    ("model.", ""), ("vision_tower.", "vision_model."), ("encoder.layer.", "encoder.layers."),
+    ("cls_token", "class_embedding"), ("position_embeddings", "position_embedding"),
+    ("patch_embeddings.projection", "patch_embedding"), ("lambda_", "ls"),
+    ("attention.projection_layer", "attn.proj"), ("attention.", "attn."),
+    ("layernorm_before", "norm1"), ("layernorm_after", "norm2"),
+    ("multi_modal_projector.layer_norm", "mlp1.0"), ("multi_modal_projector.linear_1", "mlp1.1"),
+    ("multi_modal_projector.linear_2", "mlp1.3"),
+)  # fmt: skip
+_TEXT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def change_to_first_layout(folder: Path) -> None:
+    """Changes a folder with InternVL as transformers saves it into the layout of the first
+    checkpoints, which their own code reads."""
+    tensors: dict[str, torch.Tensor] = {}
+    saved = load_file(folder / "model.safetensors")
+    for name in sorted(saved, key=lambda name: name.replace("q_proj", "")):  # q, k, v
+        value = saved[name]
+        if "language_model." in name or "lm_head" in name:
+            tensors["language_model." + name.removeprefix("language_model.")] = value
+            continue
+        for ours, first in _FIRST_NAMES:
+            name = name.replace(ours, first)
+        for projection in "qkv":
+            fused = name.replace(f"{projection}_proj", "qkv")
+            if fused != name:
+                value = torch.cat((tensors.pop(fused, value[:0]), value))
+                name = fused
+        tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    vision = config["vision_config"]
+    vision |= {"image_size": 32, "patch_size": 8, "model_type": "intern_vit_6b"}
+    vision |= {"qkv_bias": True, "qk_normalization": vision.pop("use_qk_norm")}
+    del vision["attention_bias"]
+    first = {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat",
+        "downsample_ratio": 0.5, "dynamic_image_size": True, "force_image_size": 32,
+        "max_dynamic_patch": 6, "min_dynamic_patch": 1, "pad2square": False, "ps_version": "v2",
+        "select_layer": -1, "use_thumbnail": True, "vision_config": vision,
+        "llm_config": {**config["text_config"], "architectures": ["Qwen3ForCausalLM"]},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(first), "utf-8")
+    names = ("image_mean", "image_std")
+    processor = {name: MODELS["internvl"][4][name] for name in names} | {"size": 32}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
+    tokenizer = (folder / "tokenizer.json").read_text("utf-8")
+    tokenizer = tokenizer.replace("<|image_pad|>", "<IMG_CONTEXT>")
+    (folder / "tokenizer.json").write_text(tokenizer, "utf-8")
+    settings = {"chat_template": _TEXT_TEMPLATE, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
 
 
 def save_tokenizer(folder: Path, template: str = _TEMPLATE) -> None:

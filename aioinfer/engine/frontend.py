@@ -26,10 +26,8 @@ from aioinfer.engine.output import KnownDelta, RequestOutput
 from aioinfer.engine.pictures import (
     PictureReader,
     first_source,
-    for_template,
     has_pictures,
     not_read,
-    parts_of_texts,
 )
 from aioinfer.engine.recovery import EngineState, Lockstep, no_progress
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
@@ -394,20 +392,19 @@ class Frontend:
         self._require_texts("messages")
         reader = self._pictures
         if not has_pictures(messages):
-            if reader is not None and reader.wants_parts:
-                messages = parts_of_texts(messages)
+            if reader is not None:
+                messages, _ = reader.for_template(messages)
             return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
         if reader is None:
             name = self.config.served_model_names[0]
             raise not_read(first_source(messages), f"the model {name!r}")
         pictures = await reader.read(messages)
-        if reader.wants_parts:
-            messages = parts_of_texts(messages)
+        messages, marker = reader.for_template(messages)
         try:
             ids = await self._encoder.encode_chat(
-                for_template(messages),
+                messages,
                 max_tokens=max_tokens,
-                expand=lambda text: reader.expand(text, pictures),
+                expand=lambda text: reader.expand(text, pictures, marker),
                 **options,
             )
             return reader.place(ids, pictures)

@@ -11,6 +11,7 @@ threads of their own, and `PictureReader.place` finds their places in the encode
 from __future__ import annotations
 
 import asyncio
+import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,20 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _as_texts(messages: Sequence[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Returns messages whose contents are texts, with `mark` for each picture."""
+
+    def shown(part: Any) -> str:
+        return part["text"] if part.get("type") not in _KINDS else mark
+
+    return [
+        {**message, "content": "".join(map(shown, message["content"]))}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
 def parts_of_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages whose contents are lists of parts, for chat templates that read nothing
     else."""
@@ -144,6 +159,7 @@ class PictureReader:
         self._held: list[weakref.ref[U8]] = []  # what requests have, while any refers to it
         #: whether the chat template reads contents that are lists alone
         self.wants_parts = _wants_parts(tokenizer)
+        self._writes_marker = _writes(tokenizer, [{"type": "image"}], self._marker)
 
     def shutdown(self) -> None:
         """Drops work that has not begun. Does not wait."""
@@ -207,11 +223,24 @@ class PictureReader:
             )
         return found
 
-    def expand(self, text: str, pictures: Sequence[ProcessedPicture]) -> str:
+    def for_template(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Returns the messages as the chat template reads them, and what stands for each picture in
+        the rendered text: the marker that the template writes, or, for one that knows texts alone,
+        a random text, which no client can know."""
+        if self.wants_parts:
+            messages = parts_of_texts(messages)
+        if self._writes_marker or self._format.behind is None:
+            return for_template(messages), self._marker
+        mark = secrets.token_hex(16)
+        return _as_texts(messages, mark + self._format.behind), mark
+
+    def expand(self, text: str, pictures: Sequence[ProcessedPicture], marker: str) -> str:
         """Returns a rendered conversation, in which no text of a client has special tokens, with
         each picture's text in the place of its marker. Raises `RequestError` if the chat template
         has written more or fewer markers than there are pictures."""
-        pieces = text.split(self._marker)
+        pieces = text.split(marker)
         if len(pieces) != len(pictures) + 1:
             what = "clips of sound" if self._format.hears else "pictures"
             raise RequestError(
@@ -236,13 +265,15 @@ class PictureReader:
 def _wants_parts(tokenizer: Tokenizer) -> bool:
     """Whether the chat template shows a text in a list of parts, and not a text by itself."""
     probe = "probe of the template"
+    part = {"type": "text", "text": probe}
+    return not _writes(tokenizer, probe, probe) and _writes(tokenizer, [part], probe)
 
-    def shows(content: Any) -> bool:
-        try:
-            return probe in tokenizer.render_chat([{"role": "user", "content": content}]).text
-        except RequestError:
-            return False
 
+def _writes(tokenizer: Tokenizer, content: Any, text: str) -> bool:
+    """Whether the chat template writes a text for the content of a user's message."""
     if not tokenizer.has_chat_template:
         return False
-    return not shows(probe) and shows([{"type": "text", "text": probe}])
+    try:
+        return text in tokenizer.render_chat([{"role": "user", "content": content}]).text
+    except RequestError:
+        return False

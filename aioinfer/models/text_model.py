@@ -81,8 +81,8 @@ _OLD_ENDS = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".Layer
 #: Prefixes of the tensors of other parts, which may have "model." before them.
 _OTHER_PARTS = (
     "vision_tower.", "vision_model.", "vision_encoder.", "visual.", "audio_tower.",
-    "connector.", "multi_modal_projector.", "mm_projector.", "image_newline", "embed_vision.",
-    "embed_audio.",
+    "connector.", "multi_modal_projector.", "mm_projector.", "mlp1.", "image_newline",
+    "embed_vision.", "embed_audio.",
 )  # fmt: skip
 _ROPES = ("rope_scaling", "rope_parameters")
 
@@ -98,7 +98,7 @@ def read_text_config(
         config: the decoded `config.json`.
         overrides: `model.hf_overrides`, laid over it before.
     """
-    config = lay_over(config, overrides or {})
+    config = as_wrapper(lay_over(config, overrides or {}))
     if not _is_wrapper(config):
         return config
     text = config.get("text_config")
@@ -127,6 +127,20 @@ def lay_over(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
             value = lay_over(old, value)
         merged[name] = value
     return merged
+
+
+def as_wrapper(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of InternVL in its first layout, which its own code reads
+    (`InternVLChatModel`), as a wrapper's; others as they are."""
+    names, text = config.get("architectures"), config.get("llm_config")
+    if names != ["InternVLChatModel"] or not isinstance(text, Mapping):
+        return config
+    return {
+        **config,
+        "architectures": ["InternVLForConditionalGeneration"],
+        "text_config": text,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+    }
 
 
 def _is_wrapper(config: Mapping[str, Any]) -> bool:

@@ -72,6 +72,8 @@ class PictureFormat:
         is_bidirectional: whether the tokens of a picture attend to each other both ways.
         keeps_windows: whether they then do so in layers with a window alone, and within it.
         hears: whether the pictures are clips of sound (`vision.sound`).
+        behind: what follows a picture in a message, for families whose chat templates may know
+            texts alone; None for others.
         marker_id: the token that chat templates write for a picture.
         placeholder_id: the token that an embedding takes the place of.
         mean, std: of the channels, by which pixels from 0 to 1 are normalised.
@@ -82,6 +84,7 @@ class PictureFormat:
     is_bidirectional: bool = False
     keeps_windows: ClassVar[bool] = False
     hears: ClassVar[bool] = False
+    behind: ClassVar[str | None] = None
 
     marker_id: int
     placeholder_id: int

@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.rotary import Sections
 from aioinfer.models.config import read_json
-from aioinfer.models.text_model import lay_over
+from aioinfer.models.text_model import as_wrapper, lay_over
 from aioinfer.models.vision.format import PictureFormat, read_processor
 from aioinfer.models.vision.tower import Tower
 
@@ -31,6 +31,7 @@ _FAMILIES = {
     "gemma3": ("gemma3", "Gemma3Format", "gemma3", "Gemma3Tower"),
     "gemma4": ("gemma4", "Gemma4Format", "gemma4", "Gemma4Tower"),
     "internvl": ("internvl", "InternVLFormat", "internvl", "InternVLTower"),
+    "internvl_chat": ("internvl_chat", "ChatFormat", "internvl_chat", "ChatTower"),
     "mistral3": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
     "pixtral": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
     "llava": ("llava", "LlavaFormat", "llava", "LlavaTower"),
@@ -135,7 +136,7 @@ def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> Visio
     """
     if not media.max_pictures:
         return None
-    config = lay_over(read_json(folder), options.hf_overrides)
+    config = as_wrapper(lay_over(read_json(folder), options.hf_overrides))
     vision, kind = config.get("vision_config"), config.get("model_type")
     vision = config.get("audio_config") if vision is None else vision
     if not isinstance(vision, Mapping):
@@ -146,7 +147,26 @@ def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> Visio
     if family is None:
         return None
     try:
-        format = family.read_format(config, read_processor(folder), _MAX_READ_PIXELS)
+        processor = read_processor(folder)
+        if kind == "internvl_chat":  # whose own code has the text of the token
+            config["image_token_id"] = _added_token(folder, "<IMG_CONTEXT>")
+        format = family.read_format(config, processor, _MAX_READ_PIXELS)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: the configuration of pictures lacks {error}") from error
     return VisionModel(config, format, family.make_tower)
+
+
+def _added_token(folder: Path, text: str) -> int:
+    """Returns the id of a token that was added to a folder's tokenizer, by any of the files that
+    may name it. Raises `ConfigError` without one, or if a file cannot be read."""
+    files = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+    listed, decoded, ids = (
+        read_json(folder, name) if (folder / name).is_file() else {} for name in files
+    )
+    try:
+        named = {each["content"]: each["id"] for each in listed.get("added_tokens") or ()}
+        for index, each in (decoded.get("added_tokens_decoder") or {}).items():
+            named[each["content"]] = index
+        return int((named | ids)[text])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder}: no file of the tokenizer names the token {text}") from error
