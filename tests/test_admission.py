@@ -85,11 +85,11 @@ def test_without_bounds_all_may_wait() -> None:
 
 def test_what_is_on_its_way_counts_once() -> None:
     tested = admission(max_waiting_requests=6)
-    with tested.reserve(4) as places:
+    with tested.reserve(4) as use:
         assert tested.coming == 4
-        with pytest.raises(OverloadedError):
-            tested.reserve(3)
-        places.use(2)
+        with pytest.raises(OverloadedError), tested.reserve(3):
+            pass
+        use(2)
         assert tested.coming == 2
     assert tested.coming == 0
     with pytest.raises(ZeroDivisionError), tested.reserve(1):

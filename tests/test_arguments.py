@@ -42,6 +42,8 @@ def test_arguments_are_keys_by_their_own_names_and_by_vllms() -> None:
     assert not cache.enable_prefix_caching
     assert made.scheduler.max_num_seqs == 7
     assert made.served_model_names == ["short"]
+    assert made.model.has_tokenizer
+    assert not config(skip_tokenizer_init=True).model.has_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -71,34 +71,26 @@ class AdmissionControl:
                 "of others; try again later"
             )
 
-    def reserve(self, requests: int, flow: str | None = None) -> Reservation:
-        """Returns places in the queue for so many sequences, all or none. Raises
-        `OverloadedError`."""
-        return Reservation(self, requests, flow)
+    @contextmanager
+    def reserve(self, requests: int, flow: str | None = None) -> Iterator[Callable[[int], None]]:
+        """Reserves places in the queue for so many sequences, all or none. The block gets a
+        function that records that so many of them are in the queue now; its end releases the unused
+        places. Raises `OverloadedError`."""
+        self.check(requests, flow)
+        left = 0
 
+        def use(number: int) -> None:
+            nonlocal left
+            left -= number
+            self.coming -= number
+            if flow is not None:
+                self.coming_of[flow] -= number
 
-class Reservation:
-    """Reserved places in the waiting queue for requests that are being submitted. The end of the
-    `with` block releases the unused ones."""
-
-    def __init__(self, admission: AdmissionControl, requests: int, flow: str | None):
-        admission.check(requests, flow)
-        self._admission, self._flow = admission, flow
-        self._left = 0
-        self.use(-requests)
-
-    def use(self, requests: int) -> None:
-        """Records that so many of the sequences are in the queue now."""
-        self._left -= requests
-        self._admission.coming -= requests
-        if self._flow is not None:
-            self._admission.coming_of[self._flow] -= requests
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.use(self._left)
+        use(-requests)
+        try:
+            yield use
+        finally:
+            use(left)
 
 
 def sharer(request: web.Request) -> str | None:

@@ -113,7 +113,7 @@ async def submitted(
     cancel_deadline = None
     try:
         num_sequences = len(prompts) * params.num_sequences
-        with admission_of(request).reserve(num_sequences, sharer(request)) as places:
+        with admission_of(request).reserve(num_sequences, sharer(request)) as use:
             for index, prompt in enumerate(prompts):
                 if index and index % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # 0.1 ms are spent on a prompt of a thousand ids
@@ -130,7 +130,7 @@ async def submitted(
                         retain_s=generation.retain_s,
                     )
                 )
-                places.use(params.num_sequences)
+                use(params.num_sequences)
         cancel_deadline = deadline_of(request).hand_over(outputs)
         yield outputs
     finally:

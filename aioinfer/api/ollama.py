@@ -326,14 +326,7 @@ async def list_tags(request: web.Request) -> ModelTags:
     for frontend in app[MODELS]:
         files = await _files(frontend)
         models += [
-            ListedModel(
-                name=name,
-                model=name,
-                modified_at=_modified(app, files),
-                size=files.size,
-                digest=files.digest,
-                details=ModelDetails(format=files.format),
-            )
+            ListedModel(**_named(name, files, files.size), modified_at=_modified(app, files))
             for name in frontend.config.served_model_names
         ]
     return ModelTags(models=models)
@@ -348,16 +341,18 @@ async def list_running(request: web.Request) -> RunningModels:
     size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
     is_on_host = frontend.engines[0].report.device.startswith("cpu")
     model = RunningModel(
-        name=name,
-        model=name,
-        size=size,
-        digest=files.digest,
-        details=ModelDetails(format=files.format),
+        **_named(name, files, size),
         expires_at=_iso(request.app[STARTED] + _FOREVER_S),
         size_vram=0 if is_on_host else size,
         context_length=frontend.max_model_len,
     )
     return RunningModels(models=[model])
+
+
+def _named(name: str, files: WeightFiles, size: int) -> dict[str, Any]:
+    """Returns the fields of `NamedModel`."""
+    details = ModelDetails(format=files.format)
+    return {"name": name, "model": name, "size": size, "digest": files.digest, "details": details}
 
 
 async def _files(frontend: Frontend) -> WeightFiles:

@@ -27,6 +27,7 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import MODELS, STREAM_HEADERS, encode, frontend_of
+from aioinfer.config_sections import SAMPLING_DEFAULTS
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
@@ -79,16 +80,6 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 #: Seconds from one event of the live stream to the next.
 _INTERVAL_S = 0.5
 _ENDED = web.AppKey("live_streams_ended", asyncio.Event)
-#: Settings whose defaults the page shows.
-_SETTINGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 def _file_handler(file: Path, content_type: str) -> Handler:
@@ -238,7 +229,8 @@ async def show_info(request: web.Request) -> PageInfo:
     frontend = frontend_of(request)
     defaults = frontend.defaults
     params = defaults.sampling_params()
-    values = {name: _as_written(getattr(params, name)) for name in _SETTINGS}
+    names = (name for name in SAMPLING_DEFAULTS if name != "max_tokens")
+    values = {name: _as_written(getattr(params, name)) for name in names}
     return PageInfo(
         tokenizer=frontend.tokenizer is not None,
         chat=frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
