@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import orjson
 import pytest
@@ -41,6 +42,14 @@ def test_an_unexpected_exception_is_logged_without_its_message(
     assert record.getMessage().endswith("KeyError")
     for part in ("ValueError", "test_errors.py", "in fail", "raise KeyError(text) from error"):
         assert part in record.getMessage()
+
+
+def test_a_full_disk_is_named() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError) as raised:  # noqa: PT011
+        full.write(b"x")
+    status, body = describe(raised.value)
+    assert (status, body.error.code) == (507, "insufficient_storage")
+    assert body.error.message == "the server cannot store it: No space left on device"
 
 
 @pytest.mark.parametrize("error", [OverloadedError("full"), NotReadyError("starting")])

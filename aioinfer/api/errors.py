@@ -8,7 +8,9 @@ whose status line has been sent.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +34,8 @@ ERROR_CODE = web.ResponseKey("error_code", str)
 #: The message of an error response, as the request log has it.
 ERROR_REASON = web.ResponseKey("error_reason", str)
 
+#: Codes of a file system that takes no more data.
+_NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 #: Messages may quote what a client sent, and the client may have sent megabytes.
 _MAX_MESSAGE_CHARS = 400
 
@@ -230,6 +234,10 @@ def describe(error: Exception) -> tuple[int, ErrorReply]:
             return error.status, error_body(error.status, error.text or error.reason)
         case web.RequestPayloadError():
             return 400, error_body(400, "the body does not follow its Transfer-Encoding")
+        case OSError() if error.errno in _NO_SPACE:
+            message = f"the server cannot store it: {os.strerror(error.errno)}"
+            _log.error("a request was answered 507: %s", message)
+            return 507, error_body(507, message)
     _log.error("a handler failed; the last line is the kind of exception:\n%s", _trace(error))
     return 500, error_body(500, "internal error; the server's log says more")
 
