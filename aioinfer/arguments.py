@@ -7,6 +7,7 @@ one line that says what to write.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from aioinfer.config import Config, describe_keys, load_config
+from aioinfer.config_keys import nearest
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 
@@ -113,17 +115,46 @@ def make_config(
     return load_config(file, values)
 
 
-def _key_of(name: str, value: Any) -> str | None:
-    """Returns the key that an argument stands for, None for one without effect. Raises
-    `ConfigError`."""
+def option_hint(words: Sequence[str]) -> str:
+    """Returns what to write for an option that the command line does not have, if it is vLLM's name
+    of a key or near to a key of its own: "; write --set SECTION.KEY=VALUE", otherwise nothing.
+
+    `words` begin with the option; its value may be behind `=` or be the next word.
+    """
+    option, _, value = words[0].partition("=")
+    if not option.startswith("--"):
+        return ""
+    name = option[2:].replace("-", "_")
+    kinds = {dotted: kind for dotted, kind, *_ in describe_keys()}
+    keys = {dotted.partition(".")[2]: dotted for dotted in kinds} | _known_keys()
+    keys["model"] = "model.path"
+    if name not in keys:
+        return nearest(name, kinds)
+    key = keys[name]
+    if not value and len(words) > 1 and not words[1].startswith("-"):
+        value = words[1]
+    if kinds[key] == "boolean":
+        value = "false" if name in _OPPOSITES else value or "true"
+    elif kinds[key].startswith("list"):
+        value = f'["{value}"]'
+    setting = f"{key}={value or 'VALUE'}"
+    return f"; write --set {shlex.quote(setting)}"
+
+
+def _known_keys() -> dict[str, str]:
+    """Returns the keys that are arguments, by the arguments' names."""
     known: dict[str, str] = {}
     for dotted, *_ in describe_keys():
         section, _, last = dotted.partition(".")
         if section in _SECTIONS and last not in ("path", "type"):
             known.setdefault(last, dotted)
-    known |= _KEYS | _OPPOSITES
-    if value in _WITHOUT_EFFECT.get(name, ()):
-        return None
+    return known | _KEYS | _OPPOSITES
+
+
+def _key_of(name: str, value: Any) -> str | None:
+    """Returns the key that an argument stands for, None for one without effect. Raises
+    `ConfigError`."""
+    known = _known_keys()
     if name in known:
         return known[name]
     if name in _WITHOUT_EFFECT:

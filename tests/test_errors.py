@@ -45,7 +45,7 @@ def test_an_unexpected_exception_is_logged_without_its_message(
 
 
 def test_a_full_disk_is_named() -> None:
-    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError) as raised:  # noqa: PT011
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError) as raised:
         full.write(b"x")
     status, body = describe(raised.value)
     assert (status, body.error.code) == (507, "insufficient_storage")

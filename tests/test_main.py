@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import aioinfer
+from aioinfer.__main__ import main
 from aioinfer.cli.commands import COMMANDS
 from aioinfer.config import describe_keys
 
@@ -99,6 +100,25 @@ def test_a_first_word_that_is_no_command(words: list[str], meant: str):
     ended = run(*words)
     assert ended.returncode == 2
     assert ended.stderr.endswith(f"there is no command {words[0]!r}: {meant}\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--tensor-parallel-size 2", "; write --set parallel.tensor_parallel_size=2"),
+        ("--enforce-eager", "; write --set parallel.cuda_graphs=false"),
+        ("--served-model-name=x", """; write --set 'server.served_model_names=["x"]'"""),
+        ("--model x", "; write --set model.path=x"),
+        ("--api-key x", " (did you mean 'server.api_keys'?)"),
+        ("--qwertz 2", ""),
+    ],
+)
+def test_an_option_of_other_servers_names_its_key(
+    option: str, meant: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["serve", "x", *option.split()])
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {option}{meant}\n")
 
 
 def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path):

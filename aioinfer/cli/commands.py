@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from aioinfer.arguments import option_hint
 from aioinfer.config import describe_keys
 from aioinfer.errors import AioinferError, ConfigError
 
@@ -33,6 +34,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns the options. Of an unknown one the error says how to write it, if it is a key of
+        the configuration."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hint = option_hint(unknown) if hasattr(options, "set") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help, by default to stdout."""
