@@ -203,7 +203,9 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
                     tensor = _unstacked(tensor, config.rank_of(module), side)
                 sides.setdefault(module, {})[side] = tensor
     except (OSError, SafetensorError) as error:
-        raise ConfigError(_unreadable(path, error)) from error
+        if not path.exists() and (pickle := path.with_name(_PICKLE)).exists():
+            raise ConfigError(f"{pickle} may run code: save the adapter as {WEIGHTS}") from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     if config.prompt_tokens:
         vectors = sides[PROMPT]["up"]
         return {PROMPT: AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)}
@@ -212,7 +214,8 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
         if len(pair) < len(_SIDES):
             raise ConfigError(f"{folder}: of {module} it has one matrix and not both")
         scale = config.scale_of(module, max(1, pair["down"].shape[-2]))
-        found[module] = AdapterWeights(**pair, scale=scale, merged=merged_of(module))
+        merged = 2 if module.endswith(f".{_STACKS[0]}") else 1
+        found[module] = AdapterWeights(**pair, scale=scale, merged=merged)
     return found
 
 
@@ -225,18 +228,6 @@ def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
     if len(shape) != 2:
         raise ConfigError(f"the adapter's {name} has the shape {tuple(shape)}, and is no matrix")
     return torch.empty(shape, device="meta") if on_meta else file.get_tensor(name)
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    """Returns why the file of an adapter's matrices cannot be read."""
-    if not path.exists() and path.with_name(_PICKLE).exists():
-        return f"{path.with_name(_PICKLE)} may run code: save the adapter as {WEIGHTS}"
-    return f"{path} cannot be read: {error}"
-
-
-def merged_of(module: str) -> int:
-    """Returns how many modules one of an adapter merges (`ModuleShape.merged`)."""
-    return 2 if module.endswith(f".{_STACKS[0]}") else 1
 
 
 def _unstacked(tensor: torch.Tensor, rank: int, side: str) -> torch.Tensor:

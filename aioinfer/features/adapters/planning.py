@@ -171,7 +171,11 @@ class Planning(StepFeature):
                 return True
         slot = self._slots[place]
         if slot.ready > self._plan and self._is_alone:
-            self._wait_for(slot)
+            # the rows of this plan wait for the adapter, which enters its slot with it
+            slot.ready = self._plan
+            self._changes = [
+                each._replace(waits=each.waits or each.number == number) for each in self._changes
+            ]
         if slot.ready > self._plan or self._yields(request, use, place):
             return True
         slot.used = self._plan
@@ -196,26 +200,18 @@ class Planning(StepFeature):
         """Whether nothing runs: there is no step without the request that is next in the queue."""
         return not self.host.scheduler().num_running
 
-    def _wait_for(self, slot: _Slot) -> None:
-        """Lets the rows of this plan wait for an adapter that enters its slot with it."""
-        slot.ready = self._plan
-        self._changes = [
-            each._replace(waits=each.waits or each.number == slot.number) for each in self._changes
-        ]
-
     def _place_of(self, number: int) -> int | None:
         return next((p for p, slot in enumerate(self._slots) if slot.number == number), None)
 
     def _find_place(self, request: Request, use: AdapterUse) -> int | None:
         """Returns the slot that a request's adapter takes, if there is one and it has been read;
         else has it read."""
-        adapter, is_alone = use.adapter, self._is_alone
-        number = adapter.number
+        adapter, number, is_alone = use.adapter, use.adapter.number, self._is_alone
         place = self._free_place(request, use)
-        if place is not None and self._states.get(number) != READ:
-            self._want(adapter)
-            place = None
         if place is None:
+            return None
+        if self._states.get(number) != READ:
+            self._want(adapter)
             return None
         self._slots[place] = _Slot(number, self._plan, self._plan + (not is_alone))
         self._changes.append(Change(number, place, is_alone, adapter.files))

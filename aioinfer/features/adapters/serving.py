@@ -37,9 +37,6 @@ from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeatures
 
-#: The modules that adapters may change.
-Modules = Mapping[str, ModuleShape]
-
 
 class Serving(ServingFeature):
     """See `ServingFeature`: adapters by name."""
@@ -50,7 +47,7 @@ class Serving(ServingFeature):
         super().__init__(config, engines)
         self._by_name: dict[str, Adapter] = {}
         self._numbers = count()
-        self._modules: Modules = {}
+        self._modules: Mapping[str, ModuleShape] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def variants(self) -> Mapping[str, Adapter]:
@@ -124,12 +121,10 @@ class Serving(ServingFeature):
         weakref.finalize(adapter, shutil.rmtree, folder, ignore_errors=True)
         return adapter
 
-    def remove(self, name: str) -> Adapter:
+    def remove(self, name: str) -> None:
         """Removes an adapter: no further request may name it. Raises `RequestError`."""
-        adapter = self.get(name)
+        self._forget(self.get(name))
         del self._by_name[name]
-        self._forget(adapter)
-        return adapter
 
     def _forget(self, adapter: Adapter) -> None:
         for features in self.engines():
@@ -194,7 +189,7 @@ class Serving(ServingFeature):
         return text
 
 
-def adaptable_modules(folder: Path, config: Config) -> Modules:
+def adaptable_modules(folder: Path, config: Config) -> Mapping[str, ModuleShape]:
     """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
     it is not built from our layers. Raises `ConfigError` for a model with an encoder."""
     device, group = torch.device("meta"), ParallelGroup(0, 1)

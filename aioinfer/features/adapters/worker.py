@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,11 +40,8 @@ _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.02
 
 
-class _Packed(NamedTuple):
-    """An adapter in the form of a slot, and its rank."""
-
-    memory: torch.Tensor
-    rank: int
+#: An adapter in the form of a slot, and its rank.
+_Packed = tuple[torch.Tensor, int]
 
 
 class HostAdapters:
@@ -84,7 +80,7 @@ class HostAdapters:
             _require_finite(weights, slots.backend.dtype, folder)
             if digest_adapter(folder, whole=False) != files.sample:
                 raise ValueError(f"{folder} has changed since the adapter was loaded")
-            return _Packed(slots.pack(weights), rank_of(weights))
+            return slots.pack(weights), rank_of(weights)
 
     def _shrink(self, used: int) -> None:
         """Forgets what is too much, but not `used`."""
@@ -142,9 +138,8 @@ class Work(WorkerFeature):
             return
         self._adapters = adapters
         self._of_slots = np.zeros(len(rank.slots.tokens), np.int32)
-        is_gpu = rank.device.type == "cuda"
         self.host = HostAdapters(adapters, rank.config.lora.host_bytes)
-        self._copies = torch.cuda.Stream(rank.device) if is_gpu else None
+        self._copies = torch.cuda.Stream(rank.device) if rank.device.type == "cuda" else None
         self._entering: list[torch.cuda.Event] = []
         self._serves = False
 

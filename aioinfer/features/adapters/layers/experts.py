@@ -43,6 +43,9 @@ class ExpertProduct(AdapterPart):
         experts: the number of each of the rank's experts, and of how many, `total`.
         merged: how many modules the product merges.
         order: int64 [out], the row in checkpoint order at each place; None for the same order.
+
+    Attributes:
+        merged: the same.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class ExpertProduct(AdapterPart):
     ):  # fmt: skip
         self._slots, self._stack, self._sources = slots, stack, sources
         self._columns, self._experts, self._total = columns, experts, total
-        self._merged, self._order = merged, order
+        self.merged, self._order = merged, order
         rows = sum(source.rows.size for source in sources[0])
         width = merged * slots.max_rank
         self.shapes = [(len(sources), width, columns.size), (len(sources), rows, width)]
@@ -61,14 +64,10 @@ class ExpertProduct(AdapterPart):
     def modules(self) -> Mapping[str, ModuleShape]:
         """See `AdapterPart.modules`."""
         inputs = self._columns.total
-        found = {
-            source.name: ModuleShape(source.rows.total, inputs)
-            for sources in self._sources
-            for source in sources
-            if source.stack is None
-        }
+        all_rows = [source for sources in self._sources for source in sources]
+        found = {s.name: ModuleShape(s.rows.total, inputs) for s in all_rows if s.stack is None}
         by_name = {source.name: source.rows.total for source in self._sources[0]}
-        whole = ModuleShape(sum(by_name.values()), inputs, self._total, self._merged)
+        whole = ModuleShape(sum(by_name.values()), inputs, self._total, self.merged)
         return {**found, self._stack: whole}
 
     def put(
@@ -88,25 +87,6 @@ class ExpertProduct(AdapterPart):
             put_rows(down, up, sources, self._columns, given)
         if self._order is not None:
             tensors[1].copy_(tensors[1][:, self._order])
-
-    def add(self, place: int, x: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
-        """See `ExpertExtension.add`."""
-        down, up = self.tensors
-        for slot in adapters.unique().tolist():
-            used = 0 if slot < 0 else int(self._slots.ranks[slot]) * self._merged
-            if used:
-                rows = torch.nonzero(adapters == slot)[:, 0]
-                shrunk = x.index_select(0, rows) @ down[slot, place, :used].t()
-                y.index_add_(0, rows, shrunk @ up[slot, place, :, :used].t())
-
-    def add_to_pairs(
-        self, x: torch.Tensor, y: torch.Tensor, tiles: PairTiles, *, is_first: bool
-    ) -> None:
-        """See `ExpertExtension.add_to_pairs`."""
-        from aioinfer.kernels.expert_adapters import add_to_pairs
-
-        (down, up), ranks = self.tensors, self._slots.ranks
-        add_to_pairs(x, down, up, y, tiles, ranks, self._merged, is_first=is_first)
 
 
 class ExpertAdapters(ExpertExtension):
@@ -136,7 +116,14 @@ class ExpertAdapters(ExpertExtension):
         self, place: int, x: torch.Tensor, y: torch.Tensor, terms: Terms, *, is_first: bool
     ) -> None:
         """See `ExpertExtension.add`."""
-        self.products[is_first].add(place, x, y, terms)
+        product = self.products[is_first]
+        down, up = product.tensors
+        for slot in terms.unique().tolist():
+            used = 0 if slot < 0 else int(self._slots.ranks[slot]) * product.merged
+            if used:
+                rows = torch.nonzero(terms == slot)[:, 0]
+                shrunk = x.index_select(0, rows) @ down[slot, place, :used].t()
+                y.index_add_(0, rows, shrunk @ up[slot, place, :, :used].t())
 
     def sort(self, terms: Terms, routed: RoutedTokens) -> PairTiles:
         """See `ExpertExtension.sort`."""
@@ -149,7 +136,11 @@ class ExpertAdapters(ExpertExtension):
         self, x: torch.Tensor, y: torch.Tensor, pairs: PairTiles, *, is_first: bool
     ) -> None:
         """See `ExpertExtension.add_to_pairs`."""
-        self.products[is_first].add_to_pairs(x, y, pairs, is_first=is_first)
+        from aioinfer.kernels.expert_adapters import add_to_pairs
+
+        product = self.products[is_first]
+        (down, up), ranks = product.tensors, self._slots.ranks
+        add_to_pairs(x, down, up, y, pairs, ranks, product.merged, is_first=is_first)
 
 
 def adapt_experts(

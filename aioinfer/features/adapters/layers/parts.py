@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,11 +60,16 @@ class AdapterPart(ABC):
 
     Attributes:
         shapes: of its tensors in a slot.
-        tensors: [slots, *shape] of each shape; made by `SlotParts.allocate`.
+        tensors: [slots, *shape] of each shape; made by `AdapterSlots.allocate`.
     """
 
     shapes: Sequence[tuple[int, ...]]
     tensors: Sequence[torch.Tensor]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of its tensors in a packed slot."""
+        return [aligned(math.prod(shape)) for shape in self.shapes]
 
     @property
     @abstractmethod
@@ -107,52 +112,6 @@ class SoftPrompts(AdapterPart):
         """See `AdapterPart.put`."""
         if (found := weights.get(PROMPT)) is not None:
             tensors[0][: len(found.up)] = found.up
-
-
-class SlotParts:
-    """The parts of the slots of one rank."""
-
-    def __init__(self) -> None:
-        self._parts: list[AdapterPart] = []
-
-    def __iter__(self) -> Iterator[AdapterPart]:
-        return iter(self._parts)
-
-    def add(self, part: AdapterPart) -> None:
-        """Adds a part, before `allocate`."""
-        self._parts.append(part)
-
-    @property
-    def size(self) -> int:
-        """Numbers of a packed slot."""
-        return sum(aligned(math.prod(shape)) for part in self._parts for shape in part.shapes)
-
-    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the tensors of all parts."""
-        for part in self._parts:
-            part.tensors = [
-                torch.zeros(slots, *shape, dtype=dtype, device=device) for shape in part.shapes
-            ]
-
-    def put(self, packed: torch.Tensor, weights: Mapping[str, AdapterWeights], rank: int) -> None:
-        """Writes an adapter's parts into zeros [size]; see `AdapterPart.put`."""
-        for part, tensors in self._views(packed):
-            part.put(tensors, weights, rank)
-
-    def enter(self, slot: int, packed: torch.Tensor) -> None:
-        """Copies the packed parts of an adapter into a slot, on the current stream."""
-        for part, tensors in self._views(packed):
-            for target, given in zip(part.tensors, tensors, strict=True):
-                target[slot].copy_(given, non_blocking=True)
-
-    def _views(self, packed: torch.Tensor) -> Iterator[tuple[AdapterPart, list[torch.Tensor]]]:
-        first = 0
-        for part in self._parts:
-            tensors = []
-            for shape in part.shapes:
-                tensors.append(packed[first : first + math.prod(shape)].view(shape))
-                first += aligned(math.prod(shape))
-            yield part, tensors
 
 
 def put_rows(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioinfer.features.adapters.layers.addition import Addition
-from aioinfer.features.adapters.layers.parts import AdapterWeights, aligned, put_rows
+from aioinfer.features.adapters.layers.parts import AdapterWeights, ModuleShape, aligned, put_rows
 from aioinfer.features.adapters.layers.tokens import AdapterTokens
 from aioinfer.layers.extension import ProductExtension, RowExtension, RowPart, Terms
 from aioinfer.layers.shards import Shard, Source
@@ -37,7 +37,8 @@ class AdaptedProduct(ProductExtension):
         sources, columns: of the product's weight.
 
     Attributes:
-        modules: the checkpoint modules that it merges.
+        modules: the checkpoint modules that it merges, in their order.
+        inputs: input features on this rank.
         width: columns of a slot in B.
         sizes: numbers of A and of B in a packed slot.
         places: where they begin, among the numbers A and B of all products; set by `AdapterSlots`.
@@ -47,18 +48,14 @@ class AdaptedProduct(ProductExtension):
 
     def __init__(self, tokens: AdapterTokens, sources: Sequence[Source], columns: Shard):
         self._tokens, self._sources, self._columns = tokens, sources, columns
-        self.modules = list(dict.fromkeys(source.name for source in sources))
+        self.modules = {s.name: ModuleShape(s.rows.total, columns.total) for s in sources}
+        self.inputs = columns.size
         self._out = sum(source.rows.size for source in sources)
         self.width = len(self.modules) * tokens.max_rank
         self.sizes = self.width * columns.size, self._out * self.width
         self._down: torch.Tensor
         self._up: torch.Tensor
         self._addition: Addition | None = None
-
-    @property
-    def inputs(self) -> int:
-        """Input features on this rank."""
-        return self._columns.size
 
     def allocate(self, memory: torch.Tensor) -> None:
         """Makes the matrices B of all slots. `memory` [slots, numbers] has A of all products."""
@@ -69,11 +66,6 @@ class AdaptedProduct(ProductExtension):
     def is_active(self) -> bool:
         """See `Extending.is_active`."""
         return self._tokens.is_active
-
-    def shape_of(self, module: str) -> tuple[int, int]:
-        """Returns (out, in) of a checkpoint module."""
-        rows = next(source.rows for source in self._sources if source.name == module)
-        return rows.total, self._columns.total
 
     def put(
         self, downs: torch.Tensor, ups: torch.Tensor, weights: Mapping[str, AdapterWeights],
@@ -123,9 +115,7 @@ class AdaptedProduct(ProductExtension):
         from aioinfer.kernels.adapters import shrink
 
         tokens = self._tokens
-        given: dict[str, Any] = {}
-        if norm is not None:
-            given = {"norm_weight": norm.weight, "eps": norm.eps}
+        given = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
         tiles = tokens.tiles_of(len(x))
         operand = shrink(
             x, self._matrices(), tiles, tokens.workspace, **given, pdl=tokens.backend.pdl

@@ -7,18 +7,19 @@ computes what it would without slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from aioinfer.config_sections import LoraConfig
 from aioinfer.features.adapters.layers.experts import ExpertAdapters, adapt_experts
 from aioinfer.features.adapters.layers.parts import (
+    AdapterPart,
     AdapterWeights,
     ModuleShape,
-    SlotParts,
     SoftPrompts,
     aligned,
     rank_of,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from aioinfer.layers.backend import Backend
     from aioinfer.layers.embedding import Embedding, LMHead
     from aioinfer.layers.mixture import PlacedExperts
+
+P = TypeVar("P", bound=AdaptedProduct)
 
 
 class AdapterSlots(AdapterTokens):
@@ -57,7 +60,7 @@ class AdapterSlots(AdapterTokens):
         self.prompts: SoftPrompts | None = None
         self.products: list[AdaptedProduct] = []
         self.row_products: list[RowProduct] = []
-        self.parts = SlotParts()
+        self.parts: list[AdapterPart] = []
         #: numbers of a packed slot in A and in B
         self._sizes = [0, 0]
         self._entering: torch.Tensor
@@ -65,11 +68,9 @@ class AdapterSlots(AdapterTokens):
     @property
     def modules(self) -> dict[str, ModuleShape]:
         """The checkpoint's modules that adapters may change."""
-        found = {
-            module: ModuleShape(*product.shape_of(module))
-            for product in self._all_products
-            for module in product.modules
-        }
+        found = dict[str, ModuleShape]()
+        for product in self._all_products:
+            found |= product.modules
         for part in self.parts:
             found |= part.modules
         return found
@@ -91,7 +92,7 @@ class AdapterSlots(AdapterTokens):
         """See `Extension.extend_ends`."""
         if self._config.max_prompt_tokens:
             self.prompts = SoftPrompts(self._config.max_prompt_tokens, hidden_size)
-            self.parts.add(self.prompts)
+            self.parts.append(self.prompts)
         for end in (embedding, head) if "embeddings" in self._config.targets else ():
             if end is not None:
                 end.extend(self)
@@ -104,36 +105,34 @@ class AdapterSlots(AdapterTokens):
         if "experts" not in self._config.targets:
             return None
         found = adapt_experts(self, stacks, here, placed, **options)
-        for product in found.products:
-            self.parts.add(product)
+        self.parts += found.products
         return found
 
     def extend(self, sources: Sequence[Source], columns: Shard) -> AdaptedProduct:
         """See `Extension.extend`."""
-        product = AdaptedProduct(self, sources, columns)
-        product.places = self._reserve(product)
-        self.products.append(product)
-        return product
+        self.products.append(self._place(AdaptedProduct(self, sources, columns)))
+        return self.products[-1]
 
     def extend_rows(self, sources: Sequence[Source], columns: Shard) -> RowProduct:
         """See `Extension.extend_rows`."""
-        product = RowProduct(self, sources, columns)
-        product.places = self._reserve(product)
-        self.row_products.append(product)
+        self.row_products.append(self._place(RowProduct(self, sources, columns)))
+        return self.row_products[-1]
+
+    def _place(self, product: P) -> P:
+        """Gives a product its places in a packed slot."""
+        product.places = down, up = self._sizes[0], self._sizes[1]
+        self._sizes = [down + aligned(product.sizes[0]), up + aligned(product.sizes[1])]
         return product
 
-    def _reserve(self, product: AdaptedProduct) -> tuple[int, int]:
-        """Returns where the product's A begins among a slot's, and its B."""
-        places = self._sizes[0], self._sizes[1]
-        self._sizes = [
-            place + aligned(numbers) for place, numbers in zip(places, product.sizes, strict=True)
-        ]
-        return places
+    @property
+    def _part_sizes(self) -> list[int]:
+        """Numbers of all tensors of `parts` in a packed slot."""
+        return [size for part in self.parts for size in part.sizes]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return (sum(self._sizes) + self.parts.size) * self.backend.dtype.itemsize
+        return (sum(self._sizes) + sum(self._part_sizes)) * self.backend.dtype.itemsize
 
     def allocate(self, tokens: int, requests: int) -> None:
         """See `Extension.allocate`."""
@@ -142,7 +141,9 @@ class AdapterSlots(AdapterTokens):
         self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
         for product in self._all_products:
             product.allocate(self.memory)
-        self.parts.allocate(self.count, dtype, device)
+        for part in self.parts:
+            shapes = [(self.count, *shape) for shape in part.shapes]
+            part.tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         if self.backend.has_kernels:
             merged = sorted({len(product.modules) for product in self.products})
             inputs = max(product.inputs for product in self.products)
@@ -152,17 +153,24 @@ class AdapterSlots(AdapterTokens):
     def pack(self, weights: Mapping[str, AdapterWeights]) -> torch.Tensor:
         """Returns this rank's part of an adapter, given by checkpoint module, in the form of a
         slot: on the host, in pinned memory if the slots are on a GPU."""
-        sizes, pinned = [*self._sizes, self.parts.size], self.backend.device.type == "cuda"
+        sizes, pinned = [*self._sizes, *self._part_sizes], self.backend.device.type == "cuda"
         packed = torch.zeros(sum(sizes), dtype=self.backend.dtype, pin_memory=pinned)
-        rank, (downs, ups, parts) = rank_of(weights), packed.split(sizes)
+        rank, (downs, ups, *_) = rank_of(weights), packed.split(sizes)
         for product in self._all_products:
             product.put(downs, ups, weights, rank)
-        self.parts.put(parts, weights, rank)
+        for part, tensors in self._views(packed):
+            part.put(tensors, weights, rank)
         return packed
+
+    def _views(self, packed: torch.Tensor) -> Iterator[tuple[AdapterPart, list[torch.Tensor]]]:
+        """Yields the parts, each with its tensors in a packed slot."""
+        flat = iter(packed.split([*self._sizes, *self._part_sizes])[2:])
+        for part in self.parts:
+            yield part, [next(flat)[: math.prod(shape)].view(shape) for shape in part.shapes]
 
     def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
         """Puts an adapter into a slot, on the current stream."""
-        products, parts = packed.split([sum(self._sizes), self.parts.size])
+        products = packed[: sum(self._sizes)]
         if self.backend.has_kernels:
             products = self._entering.copy_(products, non_blocking=True)
         downs, ups = products.split(self._sizes)
@@ -170,4 +178,6 @@ class AdapterSlots(AdapterTokens):
         for product in self._all_products:
             product.enter(slot, ups)
         self.ranks[slot] = rank
-        self.parts.enter(slot, parts)
+        for part, tensors in self._views(packed):
+            for target, given in zip(part.tensors, tensors, strict=True):
+                target[slot].copy_(given, non_blocking=True)
