@@ -4,6 +4,7 @@ server runs."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest_asyncio
 
 from tests.adapter_files import write_adapter
 from tests.functional.conftest import Served, serve
+from tests.functional.test_request_log import lines
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -74,6 +76,17 @@ async def test_each_api_has_the_adapter_that_a_request_names(adapted: Served) ->
         for name in ("smollm2", "first")
     ]
     assert of_base != pytest.approx(of_first, abs=1e-3)
+
+
+async def test_log_lines_name_the_adapter(
+    adapted: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aioinfer")
+    for name in ("first", "org/alias"):
+        await adapted.post("/v1/completions", model=name, **PROMPT)
+    await adapted.post("/v1/completions", **PROMPT)
+    found = [line["model"] for line in await lines(caplog, 3)]
+    assert found == ["first", "org/alias", "smollm2"]
 
 
 async def test_adapters_are_listed_below_the_model(adapted: Served, adapter: Path) -> None:
