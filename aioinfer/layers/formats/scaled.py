@@ -21,6 +21,8 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, shar
 #: The dtype of stored values by the kind of a scheme, and the largest magnitude that is used.
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 MAXIMA = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
+#: Values that are quantized at a time, each of which takes some ten bytes meanwhile.
+_SLICE_VALUES = 1 << 24
 #: Keeps the scale of a row of zeros from being zero.
 _SMALLEST = 1e-12
 #: With these scales, random values make weights as large as dense models with random weights have
@@ -103,10 +105,15 @@ class ScaledWeight(QuantizedWeight):
     def _quantize(
         self, values: torch.Tensor, scales: torch.Tensor, scale: float, part: torch.Tensor
     ) -> None:
-        """Quantizes a part of a checkpoint tensor, times a scale, into views of the parameters."""
-        quantized, row_scales = quantize_rows(part.to(values.device), self._scheme.kind)
-        values.copy_(quantized)
-        scales.copy_(row_scales * scale)
+        """Quantizes a part of a checkpoint tensor, times a scale, into views of the parameters:
+        some rows at a time, since memory is short when a model that serves gets new weights, beside
+        its KV cache."""
+        step = max(1, _SLICE_VALUES // max(1, part.shape[1]))
+        for begin in range(0, len(part), step):
+            rows = slice(begin, begin + step)
+            quantized, row_scales = quantize_rows(part[rows].to(values.device), self._scheme.kind)
+            values[rows] = quantized
+            scales[rows] = row_scales * scale
 
     def _scale_shard(self, scales: torch.Tensor, rows: Shard) -> WeightShard:
         """Returns where the scales of a source go; `rows` counts output features or blocks."""
