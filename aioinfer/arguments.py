@@ -155,6 +155,8 @@ def _key_of(name: str, value: Any) -> str | None:
     """Returns the key that an argument stands for, None for one without effect. Raises
     `ConfigError`."""
     known = _known_keys()
+    if value in _WITHOUT_EFFECT.get(name, ()):
+        return None
     if name in known:
         return known[name]
     if name in _WITHOUT_EFFECT:
