@@ -41,6 +41,19 @@ async def test_arguments_and_what_comes_back(featured: Served) -> None:
     await featured.stream(COMPLETIONS, prompt="a", vllm_xargs=arguments, max_tokens=3)
 
 
+async def test_a_name_under_which_a_feature_offers_the_model(featured: Served) -> None:
+    """Its own tokens are the model's: `variant_of` names no variant."""
+    plain = await featured.post(CHAT, messages=QUESTION, **BODY)
+    watched = await featured.post(CHAT, messages=QUESTION, model="smollm2-watched", **BODY)
+    assert (plain["model"], watched["model"]) == ("smollm2", "smollm2-watched")
+    (before,), (choice,) = plain["choices"], watched["choices"]
+    assert choice["token_ids"] == before["token_ids"]
+    assert len(choice["features"]["watch_token"]) == len(choice["token_ids"])
+    async with featured.http.get("/v1/models/smollm2-watched") as response:
+        card = await response.json()
+    assert (card["parent"], card["root"]) == ("smollm2", "smollm2")
+
+
 async def test_measurements(featured: Served) -> None:
     feature = next(each for each in featured.engine.features if each.name == "watch_token")
     feature.host.metrics.count("watched_rows", 3)
