@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -141,16 +140,6 @@ class Layer:
         """What the layer keeps of a sequence in the KV cache."""
         return tuple(spec for mixer in self.mixers for spec in mixer.kv_specs)
 
-    @property
-    def form(self) -> Hashable:
-        """What its kernels depend on: layers of equal forms launch the same ones. Differences that
-        no kernel depends on may make forms unequal."""
-        forms = []
-        for leaf in (leaf for part in self.parts for leaf in part.leaves):
-            attributes = ((name, _form_of(value)) for name, value in vars(leaf).items())
-            forms.append((type(leaf), *leaf.kinds, *attributes))
-        return self._parallel, self.kv_specs, *forms
-
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """Gives each part the caches of its specifications."""
         left = list(caches)
@@ -183,16 +172,3 @@ class Layer:
                 self.mixers[-1](stream, step, is_last=True)
             elif len(stream) or part.needs_all_ranks:
                 part(stream, step)
-
-
-def _form_of(value: object) -> Hashable:
-    """Returns dtype and shape of a tensor, the forms of a dataclass's fields, the type of another
-    object with attributes, and anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, *value.shape
-    if isinstance(value, tuple | list):
-        return tuple(map(_form_of, value))
-    if is_dataclass(value) and isinstance(value, Hashable):
-        return type(value), *(_form_of(getattr(value, each.name)) for each in fields(value))
-    has_attributes = hasattr(value, "__dict__") and not isinstance(value, type)
-    return value if isinstance(value, Hashable) and not has_attributes else type(value)

@@ -28,6 +28,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.config import DecoderConfig
+from aioinfer.models.layer_forms import find_equal_layers
 from aioinfer.models.mtp import MtpHead
 from aioinfer.models.stages import layers_of_stage, make_layers, measure_layers, whole_bytes
 from aioinfer.models.text_model import is_other_part
@@ -468,17 +469,7 @@ class DecoderModel(BuiltModel):
 
     @cached_property
     def _equal_layers(self) -> frozenset[int]:
-        """The numbers of layers that launch the kernels of layers before them: those that have the
-        form of another layer which follows a layer of the same form, too."""
-        forms = [layer.form for layer in self.layers]
-        seen, needed = set(), set()
-        for index, pair in enumerate(zip([None, *forms], forms, strict=False)):
-            if pair not in seen:
-                seen.add(pair)
-                needed |= {index - 1, index}  # a layer's first norm sums what is left of the former
-        return frozenset(
-            number for index, number in enumerate(self.layer_numbers) if index not in needed
-        )
+        return find_equal_layers(self.layers, self.layer_numbers)
 
     def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """See `CausalLM.finish`."""

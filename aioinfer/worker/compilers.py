@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import io
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -21,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 #: A process takes some 200 MB of memory.
@@ -40,6 +39,7 @@ class Compilers:
         self._pid = os.fork()
         if self._pid == 0:
             _wait_and_fork([theirs for _, theirs in pipes])
+        _send_functions_by_name()
         self._ours = [ours for ours, _ in pipes]
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         for ours, theirs in pipes:
@@ -60,9 +60,9 @@ class Compilers:
         """
         connection = self._idle.get()
         try:
-            connection.send_bytes(_pickled((source, target, dict(options))))
+            connection.send((source, target, dict(options)))
             return bool(connection.recv())
-        except (OSError, EOFError, pickle.PicklingError, TypeError, AttributeError):
+        except (OSError, EOFError, TypeError, AttributeError):  # or it cannot be sent
             return False
         finally:
             self._idle.put(connection)
@@ -145,37 +145,34 @@ def _serve(connection: Connection) -> NoReturn:
     """Compiles what comes through the connection until it is closed."""
     try:
         while True:
-            job = connection.recv_bytes()
             try:
+                source, target, options = connection.recv()
                 from triton.compiler.compiler import compile as compile_kernel
 
-                source, target, options = pickle.loads(job)
                 compile_kernel(source, target=target, options=options)
                 connection.send(True)
+            except EOFError:
+                break
             except Exception:  # the worker compiles it itself, and reports what is wrong
                 connection.send(False)
-    except (OSError, EOFError):
+    finally:
         os._exit(0)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles Triton's functions by name."""
+def _send_functions_by_name() -> None:
+    """Has connections send Triton's functions by name."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.runtime.jit import JITFunction
 
-    def reducer_override(self, value: Any) -> Any:
-        from triton.runtime.jit import JITFunction
-
-        if not isinstance(value, JITFunction):
-            return NotImplemented
-        module, name = value.fn.__module__, value.fn.__qualname__
-        if _function_named(module, name) is not value:
-            raise pickle.PicklingError(f"{name} is not a function of {module}")
-        return _function_named, (module, name)
+    for kind in (JITFunction, GluonJITFunction):
+        ForkingPickler.register(kind, _by_name)
 
 
-def _pickled(value: object) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
+def _by_name(function: Any) -> Any:
+    module, name = function.fn.__module__, function.fn.__qualname__
+    if _function_named(module, name) is not function:
+        raise TypeError(f"{name} is not a function of {module}")
+    return _function_named, (module, name)
 
 
 def _function_named(module: str, name: str) -> Any:
