@@ -23,8 +23,8 @@ from aioinfer.executor.host_messages import (
 from aioinfer.ipc import host_link
 from aioinfer.ipc.host_link import FrameKind, HostLink, HostListener, LinkError, connect_to_driver
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec
-from aioinfer.worker.process import FailureReport
 from aioinfer.worker.worker import LoadReport
+from aioinfer.worker.worker_spec import FailureReport
 from tests.waiting import until
 
 SECRET = secrets.token_bytes(32)

@@ -29,7 +29,7 @@ from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.host_link import FrameKind, HostLink, connect_to_driver
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.ring import RingFullError
-from aioinfer.worker.process import FailureReport, WorkerSpec
+from aioinfer.worker.worker_spec import FailureReport, WorkerSpec
 
 
 class HostAgent:

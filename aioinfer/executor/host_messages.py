@@ -14,7 +14,7 @@ import orjson
 from aioinfer import errors
 from aioinfer.errors import AioinferError, EngineDeadError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, KVSpec, LatentSpec, StateSpec
-from aioinfer.worker.process import FailureReport
+from aioinfer.worker.worker_spec import FailureReport
 
 _SPECS: dict[str, type[KVSpec]] = {
     spec.__name__: spec for spec in (AttentionSpec, LatentSpec, StateSpec)

@@ -34,7 +34,8 @@ from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32
 from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.ipc.ring import Ring
-from aioinfer.worker.process import FailureReport, WorkerSpec, main
+from aioinfer.worker.process import main
+from aioinfer.worker.worker_spec import FailureReport, WorkerSpec
 
 _JOIN_TIMEOUT_S = 3.0
 #: From the end of a process until the fork server has told its exit status: far less in fact.

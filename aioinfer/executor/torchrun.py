@@ -37,7 +37,8 @@ from aioinfer.executor.torchrun_rendezvous import (
 )
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
-from aioinfer.worker.process import WorkerSpec, main
+from aioinfer.worker.process import main
+from aioinfer.worker.worker_spec import WorkerSpec
 
 
 def torchrun_place(config: Config, environ: Mapping[str, str] = os.environ) -> TorchrunPlace | None:

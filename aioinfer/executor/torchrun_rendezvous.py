@@ -24,7 +24,7 @@ from pathlib import Path
 
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.host_ranks import RankProcess, spawn
-from aioinfer.worker.process import WorkerSpec
+from aioinfer.worker.worker_spec import WorkerSpec
 
 _POLL_S = 0.1
 #: The others import torch meanwhile.

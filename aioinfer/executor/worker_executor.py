@@ -35,7 +35,7 @@ from aioinfer.ipc.masks import ConstrainedRows, buffer_of, mask_words, num_mask_
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import RingFullError
-from aioinfer.worker.process import FailureReport
+from aioinfer.worker.worker_spec import FailureReport
 
 if TYPE_CHECKING:
     from aioinfer.worker.worker import LoadReport

@@ -20,7 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from aioinfer.config import ParallelConfig
 
 #: A process takes some 200 MB of memory.
 _MAX_PROCESSES = 32
@@ -45,6 +49,14 @@ class Compilers:
         for ours, theirs in pipes:
             theirs.close()
             self._idle.put(ours)
+
+    @classmethod
+    def of_rank(cls, parallel: ParallelConfig) -> Compilers | None:
+        """Returns the processes of a rank, which has its share of the cores; None where it has no
+        NVIDIA GPU."""
+        if parallel.device == "cpu" or not has_nvidia_gpu():
+            return None
+        return cls(max(1, len(os.sched_getaffinity(0)) // parallel.world_size))
 
     def compile(self, source: Any, target: Any, options: Mapping[str, Any]) -> bool:
         """Has a kernel compiled, which Triton finds on disk afterwards. To be called from as many
@@ -73,6 +85,12 @@ class Compilers:
             connection.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this host has an NVIDIA driver with a GPU; found out without CUDA, which must not be
+    used before a process is forked."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def compile_with(compilers: Compilers) -> Callable[..., Any]:

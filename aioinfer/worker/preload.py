@@ -9,7 +9,8 @@ import atexit
 import os
 import signal
 
-from aioinfer.worker.process import has_nvidia_gpu, name_process, set_library_defaults
+from aioinfer.worker.compilers import has_nvidia_gpu
+from aioinfer.worker.process import name_process, set_library_defaults
 
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
 # `worker.process.main`), and the parent learns from this process how they ended.

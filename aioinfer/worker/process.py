@@ -18,21 +18,15 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aioinfer.config import Config
 from aioinfer.errors import AioinferError
-from aioinfer.ipc.anonymous_file import RendezvousFile, StackDump
-from aioinfer.ipc.heartbeat import Heartbeat
-from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, is_notice
-from aioinfer.ipc.placement import RankSpec
+from aioinfer.ipc.masks import ConstrainedRows, MaskNotice, is_notice
 from aioinfer.ipc.plan import I32, StepPlan
-from aioinfer.ipc.read_tally import ReadTally
-from aioinfer.ipc.ring import Ring
 from aioinfer.worker.compilers import Compilers
+from aioinfer.worker.worker_spec import FailureReport, WorkerSpec
 
 if TYPE_CHECKING:
     from aioinfer.layers.parallel import ProcessGroups
@@ -41,78 +35,6 @@ if TYPE_CHECKING:
 
 #: Turns of a waiting thread of OpenMP, some 0.1 ms; its own default is 300 000.
 _SPINS = 4000
-
-
-@dataclass(slots=True)
-class WorkerSpec:
-    """The arguments of a worker process.
-
-    Attributes:
-        config, folder: the configuration and the model's folder.
-        place: the rank, and where it finds the others.
-        plans, results: the rings of the host; one rank of the world (`RankSpec.sends_results`)
-            writes results.
-        heartbeat: where this rank records its progress.
-        control: messages while starting, in both directions, and later calls (`Worker.call`) and
-            their answers.
-        lifeline: the reading end of a pipe that only the parent can write to; it ends with the
-            parent.
-        rendezvous: where the ranks of this host find each other.
-        stacks: where this rank writes its stacks when it is asked for them.
-        masks: where the engine writes which tokens constrained rows may sample.
-        tally: where the ranks of this host record which KV blocks they have read.
-        engine: the number of the engine that the rank belongs to.
-        visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
-            None for the GPUs that its parent sees.
-        rank, reader: the number of the rank in its engine, and among the readers of its host's
-            ring of plans.
-        sends_results, is_staged: whether the rank writes results, and whether there are several
-            stages.
-    """
-
-    config: Config
-    folder: Path
-    place: RankSpec
-    plans: Ring
-    results: Ring
-    heartbeat: Heartbeat
-    control: Connection
-    lifeline: Connection
-    stacks: StackDump
-    rendezvous: RendezvousFile
-    masks: MaskMemory
-    tally: ReadTally
-    engine: int = 0
-    visible_devices: str | None = None
-    rank: int = field(init=False)
-    reader: int = field(init=False)
-    sends_results: bool = field(init=False)
-    is_staged: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rank, self.reader = self.place.engine_rank, self.place.local_rank
-        self.sends_results = self.place.sends_results
-        self.is_staged = self.place.size_of("pp") > 1
-
-
-@dataclass(frozen=True, slots=True)
-class FailureReport:
-    """The error that ends a rank, as it reports it to the parent.
-
-    Attributes:
-        rank: the number of the rank.
-        error: the error itself, if it is meant for the user.
-        trace: its traceback as text.
-        at_ns: when it was caught, of `time.monotonic_ns`.
-        in_collective: whether it arose in a collective with other ranks. The cause is then most
-            often the end of another rank.
-    """
-
-    rank: int
-    error: AioinferError | None
-    trace: str
-    at_ns: int
-    in_collective: bool
 
 
 def main(spec: WorkerSpec, environment: Mapping[str, str] | None = None) -> None:
@@ -130,7 +52,7 @@ def main(spec: WorkerSpec, environment: Mapping[str, str] | None = None) -> None
     # requests finish, and then ends its workers
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    compilers = _make_compilers(spec)  # while there is one thread
+    compilers = Compilers.of_rank(spec.config.parallel)  # while there is one thread
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
     if spec.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
@@ -150,12 +72,6 @@ def set_library_defaults() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
     # until the decode steps are captured: see `GraphBodies.capture`
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
-
-
-def has_nvidia_gpu() -> bool:
-    """Whether this host has an NVIDIA driver with a GPU; found out without CUDA, which must not be
-    used before a process is forked."""
-    return Path("/dev/nvidiactl").exists()
 
 
 def name_process(name: str) -> None:
@@ -193,14 +109,6 @@ def _die_with_parent(lifeline: Connection) -> None:
     """Ends this process when the parent is gone, even in the middle of a step or a collective."""
     lifeline.poll(None)
     os._exit(1)
-
-
-def _make_compilers(spec: WorkerSpec) -> Compilers | None:
-    """Returns the processes that compile the rank's kernels; None without an NVIDIA GPU."""
-    parallel = spec.config.parallel
-    if parallel.device == "cpu" or not has_nvidia_gpu():
-        return None
-    return Compilers(max(1, len(os.sched_getaffinity(0)) // parallel.world_size))
 
 
 def _start(spec: WorkerSpec, compilers: Compilers | None) -> Worker:
