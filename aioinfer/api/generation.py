@@ -236,9 +236,11 @@ class MessageDialect(TextDialect[B]):
     Attributes:
         blocks: of the message.
         output: of the engine, once the prompt is submitted.
+        ended_by: the finish reason and the stop reason, before the last block ends.
     """
 
     output: RequestOutput
+    ended_by: tuple[str, int | str | None] | None = None
 
     def __init__(self, request: web.Request, body: B):
         super().__init__(request, body)
@@ -299,6 +301,7 @@ class BlockWriter(ChoiceWriter):
         # a change at a time: the next one changes the block
         parts += [dialect.change(*change) for change in self._changes(delta)]
         if reason is not None:
+            dialect.ended_by = reason, delta.stop_reason
             last = chain(self._blocks.take(self._parser.flush()), self._blocks.end())
             parts += [dialect.change(*change) for change in last]
             parts.append(dialect.closing(reason, delta.stop_reason, self.num_tokens))
@@ -306,6 +309,7 @@ class BlockWriter(ChoiceWriter):
 
     def read(self, delta: Delta) -> None:
         """Reads a whole message, of which nothing is written."""
+        self._dialect.ended_by = delta.finish_reason or "stop", delta.stop_reason
         deque(self._changes(delta), maxlen=0)
         deque(self._blocks.take(self._parser.flush()), maxlen=0)
 

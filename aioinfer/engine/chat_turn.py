@@ -282,6 +282,16 @@ def call_input(arguments: str) -> Mapping[str, Any]:
         return {"invalid_json": arguments}
 
 
+def are_whole(arguments: str) -> bool:
+    """Whether the arguments of a call are JSON: the length, or a stop string of the request, may
+    have cut them off."""
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
 def join_thoughts(message: dict[str, Any], thought: str) -> None:
     """Adds a thought to a message as chat templates read it, behind the thoughts that it has."""
     before = message.get("reasoning_content")

@@ -59,6 +59,8 @@ async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     last = events[-1]
     assert last.type == "response.incomplete"
     assert last.response.output_text == text
+    (item,) = last.response.output
+    assert (item.status, events[-2].item) == ("incomplete", item)  # type: ignore[union-attr]
     assert kinds.count("output_text.delta") > 3
 
 
@@ -140,6 +142,25 @@ async def test_fields_of_sampling(client: openai.AsyncOpenAI, served: Served) ->
     stopped = await served.post("/v1/responses", **USUAL, input=ask, stop=f" {second}")
     assert stopped["status"] == "completed"
     assert stopped["output"][0]["content"][0]["text"] == plain.split()[0]
+
+
+async def test_a_call_that_is_cut_off_is_incomplete(client: openai.AsyncOpenAI) -> None:
+    """By a stop string of the request, or by the length."""
+    whole = await client.responses.create(**CALL)
+    assert whole.usage is not None
+    length = whole.usage.output_tokens - 10
+    for cut, status in (
+        ({"stop": "}"}, "completed"),
+        ({"max_output_tokens": length}, "incomplete"),
+    ):
+        body: Any = CALL | {"extra_body": cut}
+        reply = await client.responses.create(**body)
+        (call,) = reply.output
+        assert (reply.status, call.type, call.status) == (status, "function_call", "incomplete")  # type: ignore[union-attr]
+        events = [event async for event in await client.responses.create(**body, stream=True)]
+        (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+        assert done == events[-1].response.output[0]  # type: ignore[union-attr]
+        assert (done.status, done.arguments) == ("incomplete", call.arguments)  # type: ignore[union-attr]
 
 
 async def test_items_of_the_input(client: openai.AsyncOpenAI) -> None:

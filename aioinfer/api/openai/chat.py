@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict, replace
@@ -27,7 +26,13 @@ from aioinfer.api.openai.chunks import (
 )
 from aioinfer.api.prompts import chat_prompt
 from aioinfer.api.protocol import ChatRequest
-from aioinfer.engine.chat_turn import make_parser, new_call_id, num_thought_tokens, parse_message
+from aioinfer.engine.chat_turn import (
+    are_whole,
+    make_parser,
+    new_call_id,
+    num_thought_tokens,
+    parse_message,
+)
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.text.message_parser import MessageDelta, ToolUse
@@ -207,12 +212,8 @@ def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -
     string of the request may have cut them off."""
     if reason != "stop":
         return reason
-    if isinstance(stop_reason, str):
-        try:
-            msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError):
-            return reason
-    return "tool_calls"
+    is_cut = isinstance(stop_reason, str) and not are_whole(arguments)
+    return reason if is_cut else "tool_calls"
 
 
 class ChatWriter(ChunkWriter):

@@ -60,7 +60,7 @@ from aioinfer.api.openai.responses_body import (
     output_items,
     to_messages,
 )
-from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
+from aioinfer.engine.chat_turn import are_whole, encode_turn, new_call_id, num_thought_tokens
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
 from aioinfer.text.message_blocks import Block, BlockKind
@@ -208,19 +208,29 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         self, status: Status, usage: ResponseUsage | None = None, error: ResponseFault | None = None
     ) -> Response:
         """Returns the response with its blocks so far."""
-        blocks = self.blocks.all
-        last = status if status in ("completed", "in_progress") else "incomplete"
+        items = [block_item(block, self._item_status(block)) for block in self.blocks.all]
+        if items and status not in ("completed", "incomplete"):
+            items[-1].status = "in_progress" if status == "in_progress" else "incomplete"
         return msgspec.structs.replace(
             self._begun,
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
             error=error,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
-            output=[
-                block_item(block, last if block is blocks[-1] else "completed") for block in blocks
-            ],
+            output=items,
             usage=usage,
         )
+
+    def _item_status(self, block: Block) -> str:
+        """Returns the status of an item that has ended: the length may have cut it off, and a stop
+        string the arguments of a call."""
+        if self.ended_by is None or block is not self.blocks.all[-1]:
+            return "completed"
+        reason, stop_reason = self.ended_by
+        is_cut = reason == "length"
+        if block.kind == "call":
+            is_cut = (is_cut or isinstance(stop_reason, str)) and not are_whole(block.text)
+        return "incomplete" if is_cut else "completed"
 
     def _usage(self, num_tokens: int) -> ResponseUsage:
         prompt, cached = len(self.output.prompt_token_ids), self.output.num_cached_tokens
@@ -267,7 +277,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             logprobs = block.logprobs if is_text else UNSET
             data = event(f"{name}.done", **place, text=block.text, logprobs=logprobs)
             data += event("content_part.done", **place, part=block_part(block))
-        item = block_item(block, "completed")
+        item = block_item(block, self._item_status(block))
         return data + event("output_item.done", output_index=index, item=item)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
