@@ -306,7 +306,7 @@ def test_segments_have_the_times_of_their_tokens(tmp_path: Path) -> None:
     def time(seconds: float) -> int:
         return ID[f"<|{seconds:.2f}|>"]
 
-    parts = [format.source(np.zeros(length)) for length in (RATE, RATE // 2)]
+    parts = [format.source(np.zeros(length, np.float32)) for length in (RATE, RATE // 2)]
     recording = Recording(parts, [0.0, 1.0], 1.5)
     a, b, c = tokenizer.encode("abc", False)
     ids = [time(0.1), a, b, time(0.4), time(0.5), c, time(1.8), ID["<|endoftext|>"]]
@@ -319,6 +319,21 @@ def test_segments_have_the_times_of_their_tokens(tmp_path: Path) -> None:
     found = transcriber.segments(recording, 1, [time(0.1), a])
     assert [(each.start, each.end, each.text) for each in found] == [(1.1, 1.5, "a")]
     assert transcriber.segments(recording, 1, [time(0.0), time(0.2)]) == []
+
+    open_end = [time(0.1), a, time(0.4), time(0.4), ID["<|endoftext|>"]]
+    assert transcriber.with_rests(recording, [open_end, ids], [0, 1]) == (recording, [])  # silence
+    loud = np.where(np.arange(RATE) % 2, 0.5, -0.5).astype(np.float32)
+    quiet = np.where(np.arange(RATE) < 0.4 * RATE, loud, loud / 50)
+    sounds = [format.source(each) for each in (loud, quiet, loud, loud, loud)]
+    whole = Recording(sounds, [0.0, 1.0, 2.0, 3.0, 4.0], 5.0)
+    closed, empty = [time(0.1), a, time(0.4)], [time(0.0), time(0.0)]
+    transcripts = [open_end, open_end, closed, empty, open_end]
+    more, numbers = transcriber.with_rests(whole, transcripts, range(4))
+    assert numbers == [1]
+    assert more.starts == [0.0, 0.4, 1.0, 2.0, 3.0, 4.0]
+    assert np.array_equal(more.parts[1].values, loud[round(0.4 * RATE) :])
+    more, numbers = transcriber.with_rests(whole, transcripts, [4])
+    assert (numbers, more.starts[5]) == ([5], 4.4)
     transcriber.shutdown()
 
 

@@ -8,7 +8,7 @@ transcribed is bounded for all requests together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from aioinfer.engine.word_times import F32, Word, first_frames, words
 from aioinfer.errors import ConfigError, FieldError, OverloadedError, RequestError
 from aioinfer.features.alignment.planning import Alignment
 from aioinfer.features.speech.planning import SpeechRules
-from aioinfer.media.sound import cut_at_pauses, decode_sound
+from aioinfer.media.sound import cut_at_pauses, decode_sound, has_sound
 from aioinfer.models.source import SourceData, SourceFormat
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.json_file import read_json
@@ -328,6 +328,43 @@ class Transcriber:
             begin = latest
         add(length)
         return found
+
+    def with_rests(
+        self, recording: Recording, transcripts: Sequence[Sequence[int]], parts: Container[int]
+    ) -> tuple[Recording, list[int]]:
+        """Returns a recording with further parts, and their numbers in it.
+
+        Whisper writes what it hears to the end, and ends with one timestamp, or it leaves out a
+        sentence that the sound may cut off, and ends with two: then the sound from there on is to
+        be heard again, as in OpenAI's own program. It becomes a part behind the part it is of,
+        unless it is silence, for which that program asks the model.
+
+        Args:
+            transcripts: the tokens of each part.
+            parts: the numbers of those that are looked at.
+        """
+        found, starts, numbers = list[SourceData](), list[float](), list[int]()
+        rate = self.format.rate
+        for number, tokens in enumerate(transcripts):
+            part, start = recording.parts[number], recording.starts[number]
+            found.append(part)
+            starts.append(start)
+            end = self._open_end(tokens) if number in parts else None
+            if end is None or not has_sound(part.values, round(end * rate)):
+                continue
+            numbers.append(len(found))
+            found.append(self.format.source(part.values[round(end * rate) :]))
+            starts.append(start + end)
+        return Recording(found, starts, recording.duration), numbers
+
+    def _open_end(self, tokens: Sequence[int]) -> float | None:
+        """Returns the second at which a transcript ends with two timestamps; None if it does
+        not."""
+        last = [token for token in tokens if token != self.tokens.rules.end][-2:]
+        first = self.tokens.rules.first_time
+        if len(last) < 2 or min(last) < first or last[1] == first:
+            return None
+        return (last[1] - first) / _TIMES
 
     def words(
         self, recording: Recording, part: int, tokens: Sequence[int], weights: F32, language: str

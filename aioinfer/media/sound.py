@@ -40,6 +40,8 @@ _MAGIC = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3")
 #: Zero crossings of the resampler's kernel on either side, and the most steps of a sample that its
 #: phases have: another rate is taken for one that differs from it by a thousandth at most.
 _CROSSINGS, _MAX_PHASES = 16, 1024
+#: The power of silence, beside that of the loudest sound.
+_SILENCE = 1e-3
 
 
 def decode_sound(
@@ -244,3 +246,12 @@ def cut_at_pauses(samples: F32, longest: int) -> list[F32]:
         parts.append(samples[:end])
         samples = samples[end:]
     return [*parts, samples]
+
+
+def has_sound(samples: F32, start: int) -> bool:
+    """Whether samples float32 [n] have more than silence from `start` on: a frame whose power is
+    `_SILENCE` of the loudest one's, or more."""
+    frames = len(samples) // _FRAME
+    loudness = np.square(samples[: frames * _FRAME]).reshape(frames, _FRAME).mean(axis=1)
+    rest = loudness[-(-start // _FRAME) :]
+    return bool(len(rest)) and bool(rest.max() >= _SILENCE * loudness.max() > 0)

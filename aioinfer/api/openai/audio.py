@@ -11,7 +11,8 @@ import math
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from aiohttp import BodyPartReader, web
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 #: The text of a timestamp, which a model may write although it should not.
 _TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
+#: How often the rest of a part is transcribed that its transcript leaves out.
+_MAX_RESTS = 8
 #: Formats of a reply whose text is in pieces with their times.
 _WITH_TIMES = ("verbose_json", "srt", "vtt")
 
@@ -227,6 +230,8 @@ class Transcript:
             if isinstance(form, TranscriptionForm) and form.stream:
                 return await self._stream(outputs)
             deltas = await collect(outputs)
+        if form.has_times:
+            deltas = await self._with_rests(deltas)
         weights = await self._align(deltas) if "word" in self._granularities else None
         return await asyncio.to_thread(self._whole, deltas, weights)
 
@@ -236,6 +241,31 @@ class Transcript:
         form = self._form
         given = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
         return given or ["segment"]
+
+    async def _with_rests(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns the transcripts of all parts, after what they leave out has become further parts
+        (`Transcriber.with_rests`), again and again."""
+        parts: Container[int] = range(len(deltas))
+        for _ in range(_MAX_RESTS):
+            recording, numbers = await asyncio.to_thread(
+                self._transcriber.with_rests,
+                self._recording,
+                [delta.token_ids for delta in deltas],
+                parts,
+            )
+            if not numbers:
+                break
+            rests = replace(recording, parts=[recording.parts[number] for number in numbers])
+            prompts = self._transcriber.prompts(
+                rests, self.language or "en", self._task, text="", has_times=True,
+                max_len=frontend_of(self._request).max_model_len,
+            )  # fmt: skip
+            async with submitted(self._request, self._generation(prompts, self._params)) as outputs:
+                found = await collect(outputs)
+            for number, delta in zip(numbers, found, strict=True):
+                deltas.insert(number, delta)
+            self._recording, parts = recording, numbers
+        return deltas
 
     async def _align(self, deltas: Sequence[Delta]) -> list[F32]:
         """Returns how much the tokens of each part attend to its sound. Raises `NotReadyError` if
