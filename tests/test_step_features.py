@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch  # noqa: F401  # the worker halves import it, and a process can do so once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
