@@ -224,7 +224,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Which requests run together in a step."""
 
-    #: Whether the next step is planned while the workers execute the last one; tests compare.
+    #: Whether the next step is planned while the workers execute the last one. Without that a
+    #: request is in one step at a time, which tests compare with.
     plan_ahead: ClassVar[bool] = True
 
     max_num_seqs: int = key(

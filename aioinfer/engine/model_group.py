@@ -46,7 +46,7 @@ class ModelGroup:
     Attributes:
         awake: the model that has the devices, or is about to.
         is_swapping: whether none computes, since another one takes its place.
-        min_stay_s: `MIN_STAY_S`, unless a test sets less.
+        min_stay_s: seconds that a model stays awake at least.
     """
 
     def __init__(self, frontends: Sequence[Frontend]):
