@@ -16,7 +16,7 @@ from yarl import URL
 
 from aioinfer.api.admin.page import PAGE_PATHS
 from aioinfer.api.http.listener import AllowedHosts
-from tests.test_server import make_server
+from tests.test_server import make_server, serve
 
 PAGE = "https://page.example"
 PREFLIGHT = {
@@ -27,10 +27,8 @@ PREFLIGHT = {
 
 @asynccontextmanager
 async def client(**settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
-    server = make_server(**settings)
-    async with aiohttp.ClientSession(await server.start()) as http:
+    async with serve(**settings) as (_, url), aiohttp.ClientSession(url) as http:
         yield http
-    await server.close()
 
 
 async def fetch(
@@ -107,8 +105,10 @@ async def test_only_monitoring_and_the_page_need_no_key() -> None:
     """Every route of the application is requested without a key."""
     monitoring = {"/health", "/health/live", "/health/ready", "/metrics"}
     open_paths = {*monitoring, "/openapi.json", *PAGE_PATHS} - {""}
-    server = make_server(api_keys=["key"], admin_key="admin")
-    async with aiohttp.ClientSession(await server.start()) as http:
+    async with (
+        serve(api_keys=["key"], admin_key="admin") as (server, url),
+        aiohttp.ClientSession(url) as http,
+    ):
         assert server._application is not None
         routes = server._application.app.router.routes()
         paths = {route.resource.canonical for route in routes if route.resource}
@@ -117,7 +117,6 @@ async def test_only_monitoring_and_the_page_need_no_key() -> None:
             for method in ("GET", "POST"):
                 status, _ = await fetch(http, path.replace("{id}", "x"), method)
                 assert (status == 401) == (path not in open_paths), (method, path)
-    await server.close()
 
 
 async def test_without_keys_every_request_is_accepted() -> None:
@@ -307,11 +306,9 @@ async def test_a_unix_socket_answers_to_any_name(tmp_path: Path) -> None:
 
 
 async def test_a_missing_host_is_refused_in_http_1_1_only() -> None:
-    server = make_server()
-    url = await server.start()
-    for version, status in ((b"1.0", b"200"), (b"1.1", b"400")):
-        reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
-        writer.write(b"GET /health HTTP/%s\r\n\r\n" % version)
-        assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == status
-        writer.close()
-    await server.close()
+    async with serve() as (_, url):
+        for version, status in ((b"1.0", b"200"), (b"1.1", b"400")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+            writer.write(b"GET /health HTTP/%s\r\n\r\n" % version)
+            assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == status
+            writer.close()

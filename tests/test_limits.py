@@ -18,7 +18,7 @@ from aioinfer.api.http.limits import Account, Accounts, Rate, TokenCharge, durat
 from aioinfer.config import load_config
 from aioinfer.engine.output import RequestOutput
 from aioinfer.errors import RateLimitError, RequestError
-from tests.test_server import make_server
+from tests.test_server import make_server, serve
 
 # ---------------------------------------------------------------- rates
 
@@ -268,8 +268,7 @@ async def post(http: aiohttp.ClientSession, key: str) -> tuple[int, dict[str, st
 async def test_what_is_beyond_a_limit_is_answered_429(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text('[few]\nkey = "few"\nrequests_per_minute = 2\n[many]\nkey = "many"\n')
-    server = make_server(api_key_file=str(file))
-    async with aiohttp.ClientSession(await server.start()) as http:
+    async with serve(api_key_file=str(file)) as (_, url), aiohttp.ClientSession(url) as http:
         for left in ("1", "0"):
             status, headers, _ = await post(http, "few")
             assert status == 400, "the body is looked at"
@@ -288,7 +287,6 @@ async def test_what_is_beyond_a_limit_is_answered_429(tmp_path: Path) -> None:
         assert not any(name.lower().startswith("x-ratelimit") for name in headers)
         async with http.get("/version", headers={"Authorization": "Bearer few"}) as response:
             assert response.status == 200, "GET requests do not count"
-    await server.close()
 
 
 async def test_keys_are_read_again_and_a_broken_file_changes_nothing(

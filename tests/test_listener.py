@@ -23,7 +23,7 @@ from aioinfer.api.http.listener import tls_context
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.errors import ConfigError
-from tests.test_server import make_server
+from tests.test_server import make_server, serve
 from tests.waiting import until
 
 TLS = Path(__file__).parent / "tls"
@@ -81,36 +81,28 @@ async def close(*connections: Connection) -> None:
 # ---------------------------------------------------------------- the bound
 
 
-async def test_connections_beyond_the_bound_are_answered_503(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
-    server = make_server()
-    url = await server.start()
-    held = [await connect(url) for _ in range(3)]
-    for connection in held:
-        assert await status_of(connection) == 200
-    refused = await connect(url)
-    refused[1].write(GET)
-    head, _, body = (await asyncio.wait_for(refused[0].read(), 5)).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 503 ")
-    assert b"\r\nRetry-After: 1\r\n" in head + b"\r\n"
-    assert json.loads(body)["error"]["code"] == "too_many_connections"
-    await close(held.pop())
-    held.append(await until_served(url))
-    await close(refused, *held)
-    await server.close()
+async def test_connections_beyond_the_bound_are_answered_503() -> None:
+    async with serve(max_connections=3) as (_, url):
+        held = [await connect(url) for _ in range(3)]
+        for connection in held:
+            assert await status_of(connection) == 200
+        refused = await connect(url)
+        refused[1].write(GET)
+        head, _, body = (await asyncio.wait_for(refused[0].read(), 5)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nRetry-After: 1\r\n" in head + b"\r\n"
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        await close(held.pop())
+        held.append(await until_served(url))
+        await close(refused, *held)
 
 
-async def test_a_burst_is_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 5)
-    server = make_server()
-    url = await server.start()
-    connections = await asyncio.gather(*(connect(url) for _ in range(20)))
-    statuses = await asyncio.gather(*map(status_of, connections))
-    assert sorted(statuses) == [200] * 5 + [503] * 15
-    await close(*connections)
-    await server.close()
+async def test_a_burst_is_counted_exactly() -> None:
+    async with serve(max_connections=5) as (_, url):
+        connections = await asyncio.gather(*(connect(url) for _ in range(20)))
+        statuses = await asyncio.gather(*map(status_of, connections))
+        assert sorted(statuses) == [200] * 5 + [503] * 15
+        await close(*connections)
 
 
 async def test_descriptors_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,18 +171,16 @@ async def test_accepting_goes_on_when_descriptors_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "_PAUSE_S", 0.05)
-    server = make_server()
-    url = await server.start()
-    assert server._listener is not None
-    (sock,) = server._listener._sockets
-    starved = Starved(sock)
-    asyncio.get_running_loop().remove_reader(sock.fileno())
-    server._listener._listen(starved)  # type: ignore[arg-type]
-    connection = await connect(url)
-    assert await status_of(connection) == 200
-    assert starved.num_calls >= 2
-    await close(connection)
-    await server.close()
+    async with serve() as (server, url):
+        assert server._listener is not None
+        (sock,) = server._listener._sockets
+        starved = Starved(sock)
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+        server._listener._listen(starved)  # type: ignore[arg-type]
+        connection = await connect(url)
+        assert await status_of(connection) == 200
+        assert starved.num_calls >= 2
+        await close(connection)
 
 
 @pytest.mark.parametrize(
@@ -222,41 +212,36 @@ def trusting() -> ssl.SSLContext:
 
 
 async def test_https() -> None:
-    server = make_server(**CERTIFIED)
-    url = await server.start()
-    assert url.startswith("https://127.0.0.1:")
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting())) as http:
-        async with http.get(f"{url}/health") as response:
-            assert response.status == 200
-        with pytest.raises(aiohttp.ClientError):
-            await http.get(f"http://127.0.0.1:{URL(url).port}/health")
-    await server.close()
+    async with serve(**CERTIFIED) as (_, url):
+        assert url.startswith("https://127.0.0.1:")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting())) as http:
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http://127.0.0.1:{URL(url).port}/health")
 
 
-async def test_handshakes_under_way_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
-    server = make_server(**CERTIFIED)
-    url = await server.start()
-    silent = [await connect(url) for _ in range(2)]
-    port, tls = URL(url).port, trusting()
-    with pytest.raises((ConnectionError, ssl.SSLError)):
-        await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="localhost")
-    silent[0][1].write(b"this is no handshake")
-    await asyncio.wait_for(silent[0][0].read(), 5)
-    assert silent[0][0].at_eof(), "the server ends a connection without a handshake"
-    await close(*silent)
-    async with asyncio.timeout(5):
-        while True:
-            try:
-                connection = await asyncio.open_connection(
-                    "127.0.0.1", port, ssl=tls, server_hostname="localhost"
-                )
-                break
-            except (ConnectionError, ssl.SSLError):
-                await asyncio.sleep(0.01)
-    assert await status_of(connection) == 200
-    await close(connection)
-    await server.close()
+async def test_handshakes_under_way_count() -> None:
+    async with serve(max_connections=2, **CERTIFIED) as (_, url):
+        silent = [await connect(url) for _ in range(2)]
+        port, tls = URL(url).port, trusting()
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="localhost")
+        silent[0][1].write(b"this is no handshake")
+        await asyncio.wait_for(silent[0][0].read(), 5)
+        assert silent[0][0].at_eof(), "the server ends a connection without a handshake"
+        await close(*silent)
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    connection = await asyncio.open_connection(
+                        "127.0.0.1", port, ssl=tls, server_hostname="localhost"
+                    )
+                    break
+                except (ConnectionError, ssl.SSLError):
+                    await asyncio.sleep(0.01)
+        assert await status_of(connection) == 200
+        await close(connection)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.model_control import ModelControl
 from aioinfer.errors import ConfigError
+from aioinfer.features.serving import ServingFeatures
 from tests.waiting import until
 
 
@@ -42,7 +43,7 @@ def make_server(**settings: Any) -> HttpServer:
                 max_model_len=2**20,
                 is_healthy=lambda: True,
                 is_ready=lambda: True,
-                adapters=(),
+                variants=ServingFeatures(config, list),
                 model_names=lambda: config.served_model_names,
                 loop_lag=LoopLag(lambda: False),
             ),

@@ -126,6 +126,13 @@ def send(address: tuple[str, int], data: bytes, rng: random.Random) -> bytes:
     return reply
 
 
+def address_of(server: ServerProcess) -> tuple[str, int]:
+    url = URL(server.url)
+    assert url.host is not None
+    assert url.port is not None
+    return url.host, url.port
+
+
 def check_healthy(server: ServerProcess) -> None:
     """Asserts that the server is idle, and serves."""
     watch = Watch(server.pid, server.url)
@@ -135,10 +142,7 @@ def check_healthy(server: ServerProcess) -> None:
     figures = watch.sample()
     assert (figures["requests running"], figures["requests waiting"]) == (0, 0)
     assert figures["KV cache in use"] == 0
-    url = URL(server.url)
-    assert url.host is not None
-    assert url.port is not None
-    with socket.create_connection((url.host, url.port), timeout=60) as connection:
+    with socket.create_connection(address_of(server), timeout=60) as connection:
         connection.sendall(VALID[0].replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         reply = b""
         while part := connection.recv(65536):
@@ -151,14 +155,11 @@ def check_healthy(server: ServerProcess) -> None:
 def test_mutated_requests(server: ServerProcess, pipelined: int) -> None:
     print(f"FUZZ_SEED={SEED}")  # noqa: T201  # shown where the test fails
     rng = random.Random(SEED + pipelined)
-    url = URL(server.url)
-    assert url.host is not None
-    assert url.port is not None
     seen: set[int] = set()
     end, sent = time.monotonic() + SECONDS, 0
     while time.monotonic() < end:
         data = b"".join(mutate(rng.choice(VALID), rng) for _ in range(rng.randint(1, pipelined)))
-        reply = send((url.host, url.port), data, rng)
+        reply = send(address_of(server), data, rng)
         sent += 1
         statuses = {int(found) for found in re.findall(rb"HTTP/1\.[01] (\d{3}) ", reply)}
         assert statuses <= STATUSES, (data, reply)
@@ -170,13 +171,10 @@ def test_mutated_requests(server: ServerProcess, pipelined: int) -> None:
 
 def test_clients_that_leave_at_any_byte(server: ServerProcess) -> None:
     rng = random.Random(SEED)
-    url = URL(server.url)
-    assert url.host is not None
-    assert url.port is not None
     end, sent = time.monotonic() + SECONDS, 0
     while time.monotonic() < end:
         data = rng.choice(VALID)
-        with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        with socket.create_connection(address_of(server), timeout=10) as connection:
             connection.sendall(data[: rng.randint(0, len(data))])
             if rng.random() < 0.5:
                 time.sleep(rng.random() * 0.03)
@@ -199,13 +197,10 @@ def test_a_worker_that_is_killed_ends_its_requests_with_an_error() -> None:
     bounded time. (`test_recovery` tests restarts.)"""
     settings = ["cache.num_blocks=100", "parallel.cpu_threads=1", "parallel.restart_workers=0"]
     with ServerProcess(ROOT / "configs" / "smollm2.toml", settings) as server:
-        url = URL(server.url)
-        assert url.host is not None
-        assert url.port is not None
         body = json.dumps({"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True})
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
         data = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-        with socket.create_connection((url.host, url.port), timeout=60) as connection:
+        with socket.create_connection(address_of(server), timeout=60) as connection:
             connection.sendall(data)
             reply = connection.recv(65536)
             (worker,) = worker_processes(server.pid)
