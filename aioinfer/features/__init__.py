@@ -30,7 +30,7 @@ FEATURES = (
     "expert_load",
     "speculation",
     "adapters",
-    "soft_prompts",
+    "adapters.soft_prompts",
     "pictures",
     "sources",
     "speech",

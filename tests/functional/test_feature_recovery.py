@@ -81,8 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
 #: models of their own; what their halves keep, the prefix cache and embeddings, is lost as here.
 #: So do sources, speech and alignment, whose worker halves keep nothing of a request.
 NO_CASE = {
-    "beams", "beam_search", "speculation", "kv_store", "pictures", "soft_prompts", "sources",
-    "speech", "alignment",
+    "beams", "beam_search", "speculation", "kv_store", "pictures", "adapters.soft_prompts",
+    "sources", "speech", "alignment",
 }  # fmt: skip
 #: The steps that were posted when the workers are lost: in the prompt, and in the output if any.
 LOSSES = (3, 12)

@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 from aioinfer.features.adapters.layers.slots import AdapterSlots
-from aioinfer.features.soft_prompts.sections import SoftPromptRows
+from aioinfer.features.adapters.soft_prompts.sections import SoftPromptRows
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.step import Step, StepPictures
 from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, spread

@@ -15,7 +15,7 @@ import numpy as np
 
 from aioinfer.errors import RequestError
 from aioinfer.features.adapters.planning import AdapterUse
-from aioinfer.features.soft_prompts.sections import SoftPromptRows
+from aioinfer.features.adapters.soft_prompts.sections import SoftPromptRows
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
 from aioinfer.scheduler.request import Use
@@ -26,7 +26,7 @@ from aioinfer.scheduler.steps import Row
 class SoftPromptUse(Use):
     """The soft prompt of a request, of so many virtual tokens."""
 
-    feature: ClassVar[str] = "soft_prompts"
+    feature: ClassVar[str] = "adapters.soft_prompts"
 
     tokens: int
 
@@ -38,7 +38,7 @@ class SoftPromptUse(Use):
 class Planning(StepFeature):
     """See `StepFeature`."""
 
-    name = "soft_prompts"
+    name = "adapters.soft_prompts"
 
     @classmethod
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
