@@ -150,6 +150,10 @@ def test_templates_in_the_config(plain_folder: Path):
     file.write_text(json.dumps(config | {"chat_template": named}), "utf-8")
     assert render_both(load_both(plain_folder), CONVERSATION) == "many"
     assert render_both(load_both(plain_folder), CONVERSATION, tools=[TOOL]) == "tools"
+    # as transformers' processors: that of pictures and sound goes before the tokenizer's
+    template = {"chat_template": "processor {{ messages[0].role }}"}
+    (plain_folder / "chat_template.json").write_text(json.dumps(template), "utf-8")
+    assert Tokenizer.load(plain_folder).render_chat(CONVERSATION).text == "processor user"
 
 
 def test_a_template_of_the_configuration_goes_first(tokenizer_cache: Path, tmp_path: Path):

@@ -19,6 +19,7 @@ import jinja2
 import tokenizers
 
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.text.json_file import read_json
 from aioinfer.text.template_bounds import BoundedText, bound
 
 _log = logging.getLogger(__name__)
@@ -76,8 +77,9 @@ class ChatTemplate:
         """Finds the templates as transformers does, or returns None where there are none.
 
         Args:
-            folder: may hold `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, which
-                go before the config's.
+            folder: may hold `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or
+                `chat_template.json`, of older processors of pictures and sound; they go before the
+                config's.
             config: `tokenizer_config.json`, whose `chat_template` is a text or a list of names and
                 texts.
             special_tokens: as in the constructor.
@@ -96,7 +98,8 @@ class ChatTemplate:
         if main.is_file():
             named["default"] = _read(main)
         if not named:
-            given = config.get("chat_template") or {}
+            of_processor = read_json(folder / "chat_template.json").get("chat_template")
+            given = of_processor or config.get("chat_template") or {}
             named = (
                 {"default": given}
                 if isinstance(given, str)
