@@ -35,10 +35,11 @@ _MARKERS = "<|vision_start|><|image_pad|><|vision_end|>"
 _MARKERS_OF = {
     "gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>", "internvl": "<|image_pad|>\n",
 }  # fmt: skip
+_IS_MEDIA = "part.type in ('image', 'audio')"
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type in ('image', 'audio') %}"
+    f"{{% for part in message.content %}}{{% if {_IS_MEDIA} %}}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -314,8 +315,10 @@ def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> 
     if name in SOUND_MODELS:  # transformers would take a placeholder in the output for a sound's
         torch.nn.init.zeros_(model.get_output_embeddings().weight[IMAGE])
     model.save_pretrained(folder)
-    marker = _MARKERS_OF.get(name, _MARKERS)
-    save_tokenizer(folder, _TEMPLATE.replace(_MARKERS, marker))
+    template = _TEMPLATE.replace(_MARKERS, _MARKERS_OF.get(name, _MARKERS))
+    if name == "qwen2_audio":  # as it was published
+        template = template.replace(_IS_MEDIA, "'audio' in part or 'audio_url' in part")
+    save_tokenizer(folder, template)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
     return model
 

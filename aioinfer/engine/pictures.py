@@ -103,6 +103,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     def shown(part: Any) -> Any:
         kind = _KINDS.get(part.get("type") or "") if isinstance(part, Mapping) else None
+        if kind == "audio":  # of which Qwen2-Audio's first template looks for the key
+            return {"type": kind, kind: ""}
         return part if kind is None else {"type": kind}
 
     return [
