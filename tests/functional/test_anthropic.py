@@ -70,6 +70,18 @@ async def test_the_tokens_that_are_kept_are_told(client: anthropic.AsyncAnthropi
     assert whole == again.input_tokens + cached
 
 
+async def test_models(client: anthropic.AsyncAnthropic, served: Served) -> None:
+    page = await client.models.list()
+    assert (page.has_more, page.first_id) == (False, "smollm2")
+    model = page.data[0]
+    assert (model.type, model.display_name) == ("model", "smollm2")
+    assert await client.models.retrieve("smollm2") == model
+    async with served.http.get("/v1/models") as plain:  # as OpenAI has it
+        card = (await plain.json())["data"][0]
+    assert model.created_at.timestamp() == card["created"]
+    assert "display_name" not in card
+
+
 async def test_a_streamed_text(client: anthropic.AsyncAnthropic) -> None:
     whole = await client.messages.create(**USUAL, messages=ASK)
     kinds = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from aiohttp import web
@@ -31,6 +32,9 @@ class Readiness:
 #: Sections of the configuration that a text may depend on: how rows are batched decides how sums
 #: are rounded.
 _SETTINGS_OF_TEXT = ("model", "chat", "cache", "scheduler", "parallel")
+
+#: The header that all of Anthropic's clients send.
+_ANTHROPIC = "anthropic-version"
 
 READINESS = web.AppKey("readiness", Readiness)
 
@@ -63,7 +67,8 @@ class ModelStatus(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """A name under which a model is served; `status` where several models take turns."""
+    """A name under which a model is served; `status` where several models take turns; the type, the
+    name to be shown and the time for Anthropic's clients."""
 
     id: str
     object: Literal["model"] = "model"
@@ -74,13 +79,19 @@ class Model(Struct, kw_only=True):
     max_model_len: int | None
     input_modalities: list[str]
     status: ModelStatus | UnsetType = UNSET
+    type: Literal["model"] | UnsetType = UNSET
+    display_name: str | UnsetType = UNSET
+    created_at: str | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):
-    """All names under which models are served."""
+    """All names under which models are served; the whole list is one of Anthropic's pages."""
 
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: bool | UnsetType = UNSET
+    first_id: str | UnsetType = UNSET
+    last_id: str | UnsetType = UNSET
 
 
 class Version(Struct, kw_only=True):
@@ -102,17 +113,20 @@ class Load(Struct, kw_only=True):
 async def list_models(request: web.Request) -> ModelList:
     """Lists the names under which models are served, and variants of them."""
     cards = [
-        _card(request.app, frontend, name)
+        _card(request, frontend, name)
         for frontend in request.app[MODELS]
         for name in frontend.model_names()
     ]
-    return ModelList(data=cards)
+    found = ModelList(data=cards)
+    if _ANTHROPIC in request.headers:
+        found.has_more, found.first_id, found.last_id = False, cards[0].id, cards[-1].id
+    return found
 
 
 async def get_model(request: web.Request) -> Model:
     """Describes a model under one of its names; 404 for any other."""
     name = request.match_info["id"]
-    return _card(request.app, name_model(request, name), name)
+    return _card(request, name_model(request, name), name)
 
 
 async def health(request: web.Request) -> Status:
@@ -180,9 +194,10 @@ async def tokenizer_info(request: web.Request) -> dict[str, Any]:
     return described["special_tokens"] | described | sizes
 
 
-def _card(app: web.Application, frontend: Frontend, name: str) -> Model:
+def _card(request: web.Request, frontend: Frontend, name: str) -> Model:
+    app = request.app
     is_awake, variant = frontend is app[MODELS].awake, frontend.variants.find(name)
-    return Model(
+    card = Model(
         id=name,
         created=app[STARTED],
         root=frontend.config.model.path if variant is None else variant.root,
@@ -193,3 +208,7 @@ def _card(app: web.Application, frontend: Frontend, name: str) -> Model:
         if len(app[MODELS]) == 1
         else ModelStatus(value="loaded" if is_awake else "unloaded"),
     )
+    if _ANTHROPIC in request.headers:
+        card.type, card.display_name = "model", name
+        card.created_at = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return card
