@@ -122,14 +122,22 @@ async def conversation_turn(
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message as chat templates read it: with a text as its content, and the arguments of
-    its calls as objects."""
-    if message.get("content") is None:
+    """Returns a message as chat templates read it: with a text as its content, or parts if some are
+    no texts, and the arguments of its calls as objects."""
+    content = message.get("content")
+    if content is None:
         message = {**message, "content": ""}
+    elif isinstance(content, list) and all(map(_is_text, content)):
+        message = {**message, "content": "\n".join(part["text"] for part in content)}
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _is_text(part: Any) -> bool:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -118,7 +118,8 @@ def test_what_users_of_vllm_write(llm):
     greedy = {"temperature": 0, "max_tokens": 6}
     question = [{"role": "user", "content": "Hello"}]
     (whole,) = llm.chat(question, SamplingParams(**greedy))
-    for given in ("Hello", question[0], [question]):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    for given in ("Hello", question[0], [question], parts):
         (output,) = llm.chat(messages=given, sampling_params=greedy, use_tqdm=False)
         assert output.outputs[0].text == whole.text
     ids = llm.frontend.tokenizer.encode(PROMPTS[0])
