@@ -20,6 +20,8 @@ CLOSED = A | {"additionalProperties": False}
          {"properties": {"a": {"$ref": "#/$defs/A"}, "b": {"anyOf": [CLOSED, {"type": "null"}]},
                          "c": {"type": "array", "items": CLOSED}}, "required": ["a"],
           "$defs": {"A": CLOSED}, "additionalProperties": False}),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}},
+         {"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": CLOSED}}),
         ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
         # a joined object may have what another schema names
         ({"properties": {"b": {"allOf": [A, {"properties": {"c": {}}}]}}},
@@ -44,6 +46,8 @@ def test_objects_without_a_word_of_others_are_closed(schema: Any, closed: Any) -
         A | {"minProperties": 2},
         A | {"anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]},
         {"allOf": [A, {"properties": {"b": {}}}]},
+        {"allOf": [A], "required": ["b"]},
+        {"anyOf": [A, {}], "$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
         A | {"$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
     ],
 )

@@ -45,9 +45,13 @@ def _walk(schema: Any) -> Iterator[Schema]:
 
 
 def _joins(schema: Schema) -> bool:
-    """Whether an object has to follow other schemas beside this one."""
-    keywords = schema.keys()
-    return bool(keywords & _JOINING or (keywords & _REFERRING and keywords & _OF_OBJECTS))
+    """Whether an object has to follow several schemas. `allOf` of one is as good as a reference:
+    older versions of pydantic write one so."""
+    keywords = set(schema)
+    if isinstance(joined := schema.get("allOf"), list) and len(joined) == 1:
+        keywords -= {"allOf"}
+    referring = len(keywords & _REFERRING) + ("allOf" in schema)
+    return bool(keywords & _JOINING or referring > 1 or (referring and keywords & _OF_OBJECTS))
 
 
 def _close_all(schema: Any) -> Any:
