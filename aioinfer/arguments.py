@@ -117,7 +117,7 @@ def make_config(
 
 def option_hint(words: Sequence[str]) -> str:
     """Returns what to write for an option that the command line does not have, if it is vLLM's name
-    of a key or near to a key of its own: "; write --set SECTION.KEY=VALUE", otherwise nothing.
+    of a key, or is a key or near to one: "; write --set SECTION.KEY=VALUE", otherwise nothing.
 
     `words` begin with the option; its value may be behind `=` or be the next word.
     """
@@ -128,6 +128,8 @@ def option_hint(words: Sequence[str]) -> str:
     kinds = {dotted: kind for dotted, kind, *_ in describe_keys()}
     keys = {dotted.partition(".")[2]: dotted for dotted in kinds} | _known_keys()
     keys["model"] = "model.path"
+    if name in _WITHOUT_EFFECT:
+        return f"; {option} changes nothing here: leave it out"
     if name not in keys:
         return nearest(name, kinds)
     key = keys[name]

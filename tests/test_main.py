@@ -108,6 +108,10 @@ def test_a_first_word_that_is_no_command(words: list[str], meant: str):
         ("--tensor-parallel-size 2", "; write --set parallel.tensor_parallel_size=2"),
         ("--enforce-eager", "; write --set parallel.cuda_graphs=false"),
         ("--served-model-name=x", """; write --set 'server.served_model_names=["x"]'"""),
+        (
+            "--enable-chunked-prefill",
+            "; --enable-chunked-prefill changes nothing here: leave it out",
+        ),
         ("--model x", "; write --set model.path=x"),
         ("--api-key x", " (did you mean 'server.api_keys'?)"),
         ("--qwertz 2", ""),
