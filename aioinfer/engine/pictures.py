@@ -119,7 +119,9 @@ def _as_texts(messages: Sequence[Mapping[str, Any]], mark: str) -> list[dict[str
     """Returns messages whose contents are texts, with `mark` for each picture."""
 
     def shown(part: Any) -> str:
-        return part["text"] if part.get("type") not in _KINDS else mark
+        if not isinstance(part, Mapping):
+            return str(part)
+        return mark if part.get("type") in _KINDS else str(part.get("text", ""))
 
     return [
         {**message, "content": "".join(map(shown, message["content"]))}
