@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from aioinfer.config import ParallelConfig
 
-#: A process takes some 200 MB of memory.
+#: More would take memory for little: a start compiles some 140 kernels.
 _MAX_PROCESSES = 32
 
 
