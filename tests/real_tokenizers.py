@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from aioinfer.checkpoint.gguf_file import GgufFile
+from aioinfer.text import byte_level_bpe
 from aioinfer.text.gguf_tokenizer import write_tokenizer
 
 QWEN_PATTERN = (
@@ -142,42 +143,14 @@ def tiktoken_ranks(file: Path) -> dict[bytes, int]:
 
 
 def byte_level_tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
-    """Makes a byte-level BPE tokenizer of tiktoken's ranks.
-
-    tiktoken merges the neighbours whose result has the lowest rank; so the merges are all pairs of
-    tokens that make a token, in the order of its rank.
-    """
-    vocab, merges = byte_level_vocabulary(ranks)
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    """Makes a byte-level BPE tokenizer of tiktoken's ranks."""
+    return byte_level_bpe.build(*byte_level_vocabulary(ranks), pattern, ignore_merges=True)
 
 
 def byte_level_vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns the vocabulary and the merges of tiktoken's ranks, spelled in GPT-2's alphabet."""
-    alphabet = _byte_alphabet()
-    spelled = {token: "".join([alphabet[byte] for byte in token]) for token in ranks}
-    merges = [
-        (rank, ranks[token[:cut]], ranks[token[cut:]], spelled[token[:cut]], spelled[token[cut:]])
-        for token, rank in ranks.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    merges.sort()
-    return {spelled[token]: rank for token, rank in ranks.items()}, [
-        (left, right) for *_, left, right in merges
-    ]
-
-
-def _byte_alphabet() -> list[str]:
-    """Returns the character that stands for each byte in GPT-2's alphabet."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    vocab = {byte_level_bpe.spell(token): rank for token, rank in ranks.items()}
+    return vocab, byte_level_bpe.merges_of_ranks(vocab)
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers
 
 from aioinfer.errors import ConfigError
+from aioinfer.text import byte_level_bpe
 from aioinfer.text.sentencepiece_bpe import Pieces, add_bos_eos, add_special_pieces
 from aioinfer.text.sentencepiece_bpe import build as build_sentencepiece
 
@@ -163,20 +164,17 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.need("ggml.merges")]
     vocab = {text: index for index, text in enumerate(texts)}
     try:
-        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
-    # tokenizers raises bare exceptions: a merge whose result is no token, say
-    except Exception as error:
+        tokenizer = byte_level_bpe.build(
+            vocab,
+            merges,
+            pre.split,
+            digits_apart=pre.digits_apart,
+            ignore_merges=pre.ignore_merges,
+        )
+    except ValueError as error:
         raise fields.error(str(error)) from error
-    steps: list[Any] = []
-    if pre.digits_apart:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.split is not None:
-        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
     add_special_pieces(tokenizer, texts, fields.get("ggml.token_type", [1] * len(texts)))
     return tokenizer, pre.adds_bos
 

@@ -76,12 +76,14 @@ class PlainContent:
         self._escapes: dict[str, str] = {}
         own_ids: dict[str, int] = {}
         self._skip_used_ids(secret, len(added))
+        copies = []
         for index, token in sorted(added.items()):
             content = token.content
             if token.special and content:
                 content = self._escapes[token.content] = f"{secret}{chr(_PRIVATE[len(own_ids)])}"
             own_ids[content] = index
-            self._plain.add_tokens([_copy_of(token, content)])
+            copies.append(_copy_of(token, content))
+        self._plain.add_tokens(copies)
         self._new_ids: dict[int, list[int]] = {
             self._id_of(content): [index] for content, index in own_ids.items()
         }

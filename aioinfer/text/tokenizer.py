@@ -23,6 +23,7 @@ from aioinfer.text.json_file import read_json
 from aioinfer.text.pieces import TextPieces
 from aioinfer.text.plain_content import ChatText, PlainContent
 from aioinfer.text.special_tokens import SpecialTokens
+from aioinfer.text.tekken import Tekken
 from aioinfer.text.token_bound import TokenBound
 
 #: Tokens that are joined in one go.
@@ -86,8 +87,8 @@ class Tokenizer:
         """Loads the tokenizer of a folder in Hugging Face's layout.
 
         Args:
-            folder: holds `tokenizer.json` or a sentencepiece `tokenizer.model`, and usually
-                `tokenizer_config.json`.
+            folder: holds `tokenizer.json`, a sentencepiece `tokenizer.model` or Mistral's
+                `tekken.json`, and usually `tokenizer_config.json`.
             chat_template: a file with a Jinja template to use in place of the tokenizer's own.
 
         Raises:
@@ -103,9 +104,13 @@ class Tokenizer:
             pieces, model_tokens = sentencepiece_bpe.read_model(folder / "tokenizer.model")
             special_tokens = model_tokens | special_tokens
             backend = _build_sentencepiece(pieces, config, special_tokens)
+        elif (folder / "tekken.json").is_file():
+            tekken = Tekken.read(folder / "tekken.json")
+            special_tokens = tekken.named_tokens | special_tokens
+            backend = tekken.build(config)
         else:
             raise ConfigError(
-                f"{folder} has no tokenizer.json and no tokenizer.model: let "
+                f"{folder} has no tokenizer.json, tokenizer.model or tekken.json: let "
                 f"model.tokenizer name a folder or id with one"
             )
         known = {
