@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+#: How long a start that was interrupted may take to end its workers.
+_INTERRUPT_S = 10.0
 
 
 class BackgroundModel:
@@ -69,12 +71,19 @@ class BackgroundModel:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aioinfer", daemon=True)
         self._thread.start()
+        has_ended = threading.Event()
+
+        async def launch() -> Frontend:
+            try:
+                return await Frontend.launch(self.config, display.on_progress)
+            finally:
+                has_ended.set()
+
         try:
             with StartupDisplay(quiet=not progress) as display:
-                self.frontend: Frontend = self.run(
-                    Frontend.launch(self.config, display.on_progress)
-                )
+                self.frontend: Frontend = self.run(launch())
         except BaseException:
+            has_ended.wait(_INTERRUPT_S)
             _stop_loop(self._loop, self._thread)
             raise
         if progress:

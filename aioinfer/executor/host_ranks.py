@@ -335,7 +335,8 @@ class HostRanks:
         """Ends all processes, and waits until they are gone: the processes of a host that serves
         end by themselves when their connection closes. Also after a start that was cancelled."""
         if self._spawning is not None:
-            await asyncio.wait([self._spawning])  # a cancelled start may still be spawning
+            # a cancelled start may still be spawning; Ctrl-C may have ended the fork server
+            await asyncio.gather(self._spawning, return_exceptions=True)
         if self._exits:
             await asyncio.wait(self._exits)
         if self._is_watched:
