@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.text import sentencepiece_bpe
+from aioinfer.text import sentencepiece_bpe, tekken_template
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
 from aioinfer.text.fill_in_middle import FillInMiddle
@@ -95,6 +95,7 @@ class Tokenizer:
             ConfigError: there is no tokenizer, or it cannot be read.
         """
         config = read_json(folder / "tokenizer_config.json")
+        built_in: str | None = None
         special_tokens = _named_tokens(config) or _named_tokens(
             read_json(folder / "special_tokens_map.json")
         )
@@ -108,6 +109,9 @@ class Tokenizer:
             tekken = Tekken.read(folder / "tekken.json")
             special_tokens = tekken.named_tokens | special_tokens
             backend = tekken.build(config)
+            built_in = tekken_template.chat_template(
+                tekken.version, thinks="[THINK]" in tekken.special_tokens
+            )
         else:
             raise ConfigError(
                 f"{folder} has no tokenizer.json, tokenizer.model or tekken.json: let "
@@ -125,7 +129,10 @@ class Tokenizer:
             ]
         )
         override = None if chat_template is None else Path(chat_template)
-        return cls(backend, known, ChatTemplate.load(folder, config, special_tokens, override))
+        template = ChatTemplate.load(folder, config, special_tokens, override)
+        if template is None and built_in is not None:
+            template = ChatTemplate(built_in, special_tokens)
+        return cls(backend, known, template)
 
     @property
     def has_chat_template(self) -> bool:
