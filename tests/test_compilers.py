@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,15 @@ def test_processes_are_forked_for_the_first_kernel(compilers: Compilers) -> None
     assert count() == 0
     assert compilers.compile(source_of(_double, {"x": "*fp32"}, size=128), TARGET, OPTIONS)
     assert count() == 2
+
+
+def test_processes_that_end_are_noticed(compilers: Compilers) -> None:
+    """The system may kill them where memory is short."""
+    source = source_of(_double, {"x": "*fp32"}, size=256)
+    assert compilers.compile(source, TARGET, OPTIONS)
+    children = Path(f"/proc/{compilers._pid}/task/{compilers._pid}/children").read_text()
+    os.kill(int(children.split()[-1]), signal.SIGKILL)
+    assert sorted(compilers.compile(source, TARGET, OPTIONS) for _ in range(2)) == [False, True]
 
 
 def test_what_cannot_be_compiled_elsewhere_is_not(compilers: Compilers) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
+import importlib.util
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: More would take memory for little: a start compiles some 140 kernels.
 _MAX_PROCESSES = 32
+#: Kernels that cannot be sent, and processes that have ended.
+_SENDING_ERRORS = (OSError, EOFError, TypeError, AttributeError, ImportError, pickle.PicklingError)
 
 
 class Compilers:
@@ -52,9 +55,9 @@ class Compilers:
 
     @classmethod
     def of_rank(cls, parallel: ParallelConfig) -> Compilers | None:
-        """Returns the processes of a rank, which has its share of the cores; None where it has no
-        NVIDIA GPU."""
-        if parallel.device == "cpu" or not has_nvidia_gpu():
+        """Returns the processes of a rank, which has its share of the cores; None where it compiles
+        nothing."""
+        if parallel.device == "cpu" or not may_compile():
             return None
         return cls(max(1, len(os.sched_getaffinity(0)) // parallel.world_size))
 
@@ -74,7 +77,7 @@ class Compilers:
         try:
             connection.send((source, target, dict(options)))
             return bool(connection.recv())
-        except (OSError, EOFError, TypeError, AttributeError):  # or it cannot be sent
+        except _SENDING_ERRORS:
             return False
         finally:
             self._idle.put(connection)
@@ -87,10 +90,10 @@ class Compilers:
             os.waitpid(self._pid, 0)
 
 
-def has_nvidia_gpu() -> bool:
-    """Whether this host has an NVIDIA driver with a GPU; found out without CUDA, which must not be
-    used before a process is forked."""
-    return Path("/dev/nvidiactl").exists()
+def may_compile() -> bool:
+    """Whether this host has Triton, and an NVIDIA driver with a GPU; found out without CUDA, which
+    must not be used before a process is forked."""
+    return Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None
 
 
 def compile_with(compilers: Compilers) -> Callable[..., Any]:
@@ -138,8 +141,9 @@ def _wait_and_fork(connections: Sequence[Connection]) -> None:
             if os.fork() == 0:
                 _keep_open([connection])
                 _serve(connection)
-        for connection in connections:
+        for connection in connections:  # first: else the worker would not notice that one has ended
             connection.close()
+        for _ in connections:
             os.wait()
     finally:
         os._exit(0)

@@ -9,7 +9,7 @@ import atexit
 import os
 import signal
 
-from aioinfer.worker.compilers import has_nvidia_gpu
+from aioinfer.worker.compilers import may_compile
 from aioinfer.worker.process import name_process, set_library_defaults
 
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
@@ -29,7 +29,7 @@ set_library_defaults()
 
 import aioinfer.worker.worker  # noqa: E402, F401
 
-if has_nvidia_gpu():
+if may_compile():
     import triton.compiler  # noqa: F401
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on the parent may have workers
