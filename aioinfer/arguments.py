@@ -128,14 +128,16 @@ def option_hint(words: Sequence[str]) -> str:
     kinds = {dotted: kind for dotted, kind, *_ in describe_keys()}
     keys = {dotted.partition(".")[2]: dotted for dotted in kinds} | _known_keys()
     keys["model"] = "model.path"
-    if name in _WITHOUT_EFFECT:
+    if not value and len(words) > 1 and not words[1].startswith("-"):
+        value = words[1]
+    if (value or "true").lower() in (str(each).lower() for each in _WITHOUT_EFFECT.get(name, ())):
         return f"; {option} changes nothing here: leave it out"
     if name not in keys:
         return nearest(name, kinds)
     key = keys[name]
-    if not value and len(words) > 1 and not words[1].startswith("-"):
-        value = words[1]
-    if kinds[key] == "boolean":
+    if name == "skip_tokenizer_init":
+        value = "none"
+    elif kinds[key] == "boolean":
         value = "false" if name in _OPPOSITES else value or "true"
     elif kinds[key].startswith("list"):
         value = f'["{value}"]'

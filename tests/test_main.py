@@ -112,6 +112,8 @@ def test_a_first_word_that_is_no_command(words: list[str], meant: str):
             "--enable-chunked-prefill",
             "; --enable-chunked-prefill changes nothing here: leave it out",
         ),
+        ("--skip-tokenizer-init", "; write --set model.tokenizer=none"),
+        ("--enable-lora", ""),
         ("--model x", "; write --set model.path=x"),
         ("--api-key x", " (did you mean 'server.api_keys'?)"),
         ("--qwertz 2", ""),
