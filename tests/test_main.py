@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,7 @@ def test_ctrl_c_during_the_start_shows_no_traceback(command: list[str], seconds:
     with subprocess.Popen(
         [*call, "--set", "server.port=0"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
     ) as process:  # fmt: skip
         assert process.stderr is not None
         assert "PyTorch is imported first" in process.stderr.readline()

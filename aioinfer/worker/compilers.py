@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 #: More would take memory for little: a start compiles some 140 kernels.
 _MAX_PROCESSES = 32
-#: Kernels that cannot be sent, and processes that have ended.
-_SENDING_ERRORS = (OSError, EOFError, TypeError, AttributeError, ImportError, pickle.PicklingError)
 
 
 class Compilers:
@@ -77,7 +74,7 @@ class Compilers:
         try:
             connection.send((source, target, dict(options)))
             return bool(connection.recv())
-        except _SENDING_ERRORS:
+        except Exception:  # the kernel cannot be sent, or the process has ended
             return False
         finally:
             self._idle.put(connection)

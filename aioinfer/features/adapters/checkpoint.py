@@ -20,7 +20,7 @@ from aioinfer.features.adapters.layers.parts import PROMPT, AdapterWeights
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.models.text_model import own_name
 
-CONFIG, WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG, WEIGHTS, _OTHER = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 #: The maximum of a configuration, and a group that is repeated, with which a search may take
 #: exponential time.
 _MAX_CONFIG_BYTES = 1 << 20
@@ -203,8 +203,8 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
                     tensor = _unstacked(tensor, config.rank_of(module), side)
                 sides.setdefault(module, {})[side] = tensor
     except (OSError, SafetensorError) as error:
-        if not path.exists() and (pickle := path.with_name(_PICKLE)).exists():
-            raise ConfigError(f"{pickle} may run code: save the adapter as {WEIGHTS}") from error
+        if not path.exists() and (other := path.with_name(_OTHER)).exists():
+            raise ConfigError(f"{other} may run code: save the adapter as {WEIGHTS}") from error
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if config.prompt_tokens:
         vectors = sides[PROMPT]["up"]
