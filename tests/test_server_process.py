@@ -43,10 +43,9 @@ async def test_a_signal_while_loading_ends_the_server(
             ended.set()
 
     monkeypatch.setattr(Frontend, "launch", launch)
-    before = signal.getsignal(signal.SIGTERM)
     assert await asyncio.wait_for(server_process.serve([CONFIG]), 5) == 0
     assert ended.is_set()
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 async def test_a_failure_to_load_is_raised_and_signals_are_by_default_again(

@@ -35,7 +35,10 @@ SETTINGS = (
 MAX_TOKENS = 40
 ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
-FOX = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+FOX = {
+    "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
+    "additionalProperties": True,  # its objects are longer
+}  # fmt: skip
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "fox", "schema": FOX}}
 STORY = {"prompt": "Once upon a time", "ignore_eos": True, **GREEDY}
 USAGE = {"stream_options": {"include_usage": True}}
