@@ -32,7 +32,7 @@ SETTINGS = (
     "server.port=0",
     "server.shutdown_timeout_s=5",
 )
-MAX_TOKENS = 40
+MAX_TOKENS = 160
 ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
 FOX = {
@@ -61,8 +61,11 @@ RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/responses",
         {"input": ASK, "temperature": 0, "max_output_tokens": MAX_TOKENS},
     ),
-    "ollama": ("/api/chat", {"messages": ASK, "options": {"temperature": 0, "num_predict": 40}}),
-    "llama.cpp": ("/completion", {"prompt": "Once", "temperature": 0, "n_predict": 40}),
+    "ollama": (
+        "/api/chat",
+        {"messages": ASK, "options": {"temperature": 0, "num_predict": MAX_TOKENS}},
+    ),
+    "llama.cpp": ("/completion", {"prompt": "Once", "temperature": 0, "n_predict": MAX_TOKENS}),
 }
 #: Requests whose client has nothing until all of the reply is there.
 WHOLE = {
@@ -70,7 +73,11 @@ WHOLE = {
     "whole message": ("/v1/messages", {"messages": ASK, **GREEDY}),
     "whole ollama": (
         "/api/chat",
-        {"messages": ASK, "options": {"temperature": 0, "num_predict": 40}, "stream": False},
+        {
+            "messages": ASK,
+            "options": {"temperature": 0, "num_predict": MAX_TOKENS},
+            "stream": False,
+        },
     ),
 }
 #: What CI runs of them.
