@@ -6,6 +6,7 @@ python scripts/document_keys.py
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import json
@@ -131,4 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help writes nothing
     main()

@@ -11,6 +11,7 @@ environment; the second file holds the rest.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -79,4 +80,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help writes nothing
     main()
