@@ -238,7 +238,7 @@ def test_spaces_are_not_cleaned_up(tokenizer_cache: Path, tmp_path: Path):
 def test_a_folder_without_a_usable_tokenizer(tokenizer_cache: Path, tmp_path: Path):
     with pytest.raises(
         ConfigError,
-        match=r"no tokenizer\.json and no tokenizer\.model: let "
+        match=r"no tokenizer\.json, tokenizer\.model or tekken\.json: let "
         r"model\.tokenizer",
     ):
         Tokenizer.load(tmp_path)
