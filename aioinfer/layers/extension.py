@@ -19,7 +19,7 @@ import torch
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
-#: Which terms each of N tokens has: an integer tensor [N].
+#: Which terms each of N tokens has: an integer tensor [N], negative for none.
 Terms = torch.Tensor
 #: Selects rows [heads, size, columns] of a matrix [out, columns].
 RowPart = Callable[[torch.Tensor], torch.Tensor]

@@ -97,7 +97,7 @@ def check_schema(schema: Any) -> Any:
         )
     num_chars = num_patterns = 0
     multiple = 1
-    for each in _subschemas(schema):
+    for each in subschemas(schema):
         _check_keywords(each)
         num_chars += sum(map(len, _patterns(each)))
         num_patterns += len(each.get("patternProperties", ()))
@@ -172,7 +172,7 @@ def path_to(schema: Any, reference: str) -> list[tuple[str, Any]]:
     return path
 
 
-def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+def subschemas(schema: Any) -> Iterator[Schema]:
     """Yields a schema and the schemas within it that are objects."""
     pending = [schema]
     while pending:

@@ -5,10 +5,9 @@ further properties often write them without end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from aioinfer.text.json_schema import Schema, inner_schemas, map_inner
+from aioinfer.text.json_schema import Schema, map_inner, subschemas
 
 #: Keywords that have an object follow several schemas, each of which may name some properties.
 _JOINING = frozenset(
@@ -30,18 +29,9 @@ def close_objects(schema: Any) -> Any:
     Where schemas are joined, by `allOf` and the like, a property that one does not name may be
     another's: then only the outermost object is closed, if it is joined with none.
     """
-    if any(map(_joins, _walk(schema))):
+    if any(map(_joins, subschemas(schema))):
         return _closed(schema)
     return _close_all(schema)
-
-
-def _walk(schema: Any) -> Iterator[Schema]:
-    pending = [schema]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, dict):
-            yield each
-            pending.extend(inner for _, inner in inner_schemas(each))
 
 
 def _joins(schema: Schema) -> bool:

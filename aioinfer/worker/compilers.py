@@ -42,13 +42,13 @@ class Compilers:
         pipes = [Pipe() for _ in range(min(count, _MAX_PROCESSES))]
         self._pid = os.fork()
         if self._pid == 0:
-            _wait_and_fork([theirs for _, theirs in pipes])
+            _wait_and_fork([far for _, far in pipes])
         _send_functions_by_name()
-        self._ours = [ours for ours, _ in pipes]
+        self._near = [near for near, _ in pipes]
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        for ours, theirs in pipes:
-            theirs.close()
-            self._idle.put(ours)
+        for near, far in pipes:
+            far.close()
+            self._idle.put(near)
 
     @classmethod
     def of_rank(cls, parallel: ParallelConfig) -> Compilers | None:
@@ -81,7 +81,7 @@ class Compilers:
 
     def close(self) -> None:
         """Ends the processes."""
-        for connection in self._ours:
+        for connection in self._near:
             connection.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)

@@ -1,9 +1,9 @@
 """Other ways for KV blocks to cross the host's link than `worker.host_blocks.StagedCrossing`, for
 `bench_kv_copies.py` to compare.
 
-All but `BufferedCrossing` copy the pieces of a block, which are contiguous on both sides (keys or
-values of a layer), straight to their places, without a staging buffer: 72 pieces of 256 KiB for
-Qwen3-8B and blocks of 128 tokens.
+`BatchedCrossing` copies the pieces of a block, which are contiguous on both sides (keys or values
+of a layer), straight to their places, without a staging buffer: 72 pieces of 256 KiB for Qwen3-8B
+and blocks of 128 tokens.
 """
 
 from __future__ import annotations
@@ -143,35 +143,3 @@ class BatchedCrossing:
         )  # fmt: skip
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync fails: {status}, copy {failed.value}")
-
-
-class KernelCrossing:
-    """Has a kernel read and write the pinned memory of the host itself (`move_pieces`), on few
-    multiprocessors."""
-
-    def __init__(self, kv: KVTensors, host: HostBlocks, programs: int = 16):
-        from aioinfer.kernels.host_pieces import move_pieces  # needs Triton
-
-        self._kv, self._host, self._programs, self._move = kv, host, programs, move_pieces
-
-    def to_device(self, moves: I32) -> None:
-        """See `Crossing.to_device`."""
-        for pieces in pieces_of(self._kv, self._host, moves):
-            self._move(
-                self._uploaded(pieces.on_host), self._uploaded(pieces.on_device), pieces.nbytes,
-                self._programs,
-            )  # fmt: skip
-
-    def to_host(self, moves: I32) -> None:
-        """See `Crossing.to_host`."""
-        for pieces in pieces_of(self._kv, self._host, moves):
-            self._move(
-                self._uploaded(pieces.on_device), self._uploaded(pieces.on_host), pieces.nbytes,
-                self._programs,
-            )  # fmt: skip
-
-    def _uploaded(self, addresses: np.ndarray[Any, np.dtype[np.uint64]]) -> torch.Tensor:
-        kept = torch.from_numpy(addresses.view(np.int64))
-        if self._kv.device.type == "cuda":
-            kept = kept.pin_memory()
-        return kept.to(self._kv.device, non_blocking=True)

@@ -154,13 +154,14 @@ async def test_a_call_that_is_cut_off_is_incomplete(client: openai.AsyncOpenAI) 
         ({"max_output_tokens": length}, "incomplete"),
     ):
         body: Any = CALL | {"extra_body": cut}
-        reply = await client.responses.create(**body)
+        reply: Any = await client.responses.create(**body)
         (call,) = reply.output
-        assert (reply.status, call.type, call.status) == (status, "function_call", "incomplete")  # type: ignore[union-attr]
+        assert (reply.status, call.type, call.status) == (status, "function_call", "incomplete")
         events = [event async for event in await client.responses.create(**body, stream=True)]
-        (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+        ended: Any = [e.item for e in events if e.type == "response.output_item.done"]
+        (done,) = ended
         assert done == events[-1].response.output[0]  # type: ignore[union-attr]
-        assert (done.status, done.arguments) == ("incomplete", call.arguments)  # type: ignore[union-attr]
+        assert (done.status, done.arguments) == ("incomplete", call.arguments)
 
 
 async def test_items_of_the_input(client: openai.AsyncOpenAI) -> None:

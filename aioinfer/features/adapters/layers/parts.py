@@ -124,7 +124,7 @@ def put_rows(
         down, up: A [ranks, in] and B [out, ranks], zeros.
         sources: the rows of the product.
         columns: the input features that this rank has.
-        given: by module, its matrices and the first rank that is theirs.
+        given: by module, its matrices and the place of their first rank among all ranks.
         input_order: int64 [in], the input at each place; None for the same order.
     """
     first_row = 0
