@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import frontend_of
 from aioinfer.api.generation import MessageDialect, named_event
-from aioinfer.api.messages import TemplateContent, converted, count_parts, template_content
+from aioinfer.api.messages import TemplateContent, converted, template_content
 from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32, template_variables
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
@@ -410,8 +410,8 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
         cls, frontend: Frontend, body: CountTokensRequest, use: ToolUse
     ) -> list[list[int]]:
         """See `TextDialect.encode`."""
-        num_parts = count_parts(message.content for message in body.messages)
-        messages = await converted(num_parts, lambda: list(body.conversation()))
+        contents = (message.content for message in body.messages)
+        messages = await converted(contents, lambda: list(body.conversation()))
         continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
         prompt = await encode_turn(
             frontend,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
@@ -205,15 +206,12 @@ def _max_values(text: str) -> int:
     return text.count(",") + text.count("[") + text.count("{")
 
 
-def count_parts(contents: Iterable[Any]) -> int:
-    """Returns how many parts these contents have; a text is one."""
-    return sum(len(each) if isinstance(each, list) else 1 for each in contents)
-
-
-async def converted(num_parts: int, convert: Callable[[], T]) -> T:
-    """Returns the result of `convert`, which converts so many messages or parts of messages for a
-    template or for storage; of many in a thread."""
-    return convert() if num_parts <= _FEW_MESSAGES else await asyncio.to_thread(convert)
+async def converted(contents: Iterable[Any], convert: Callable[[], T]) -> T:
+    """Returns the result of `convert`, which converts messages with these contents for a template
+    or for storage; where they have many parts, in a thread. A text is one part."""
+    counts = accumulate(len(each) if isinstance(each, list) else 1 for each in contents)
+    are_many = any(count > _FEW_MESSAGES for count in counts)
+    return await asyncio.to_thread(convert) if are_many else convert()
 
 
 async def template_messages(messages: Sequence[Message] | None) -> list[dict[str, Any]]:
@@ -224,4 +222,4 @@ async def template_messages(messages: Sequence[Message] | None) -> list[dict[str
         return [message.for_template(f"messages[{index}]") for index, message in enumerate(given)]
 
     is_short = len(given) <= _FEW_MESSAGES and all(message.is_short for message in given)
-    return await converted(0 if is_short else _FEW_MESSAGES + 1, convert)
+    return convert() if is_short else await asyncio.to_thread(convert)

@@ -134,11 +134,6 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
     think: bool | str | None = None
 
     @property
-    def num_parts(self) -> int:
-        """How many messages and calls the conversation has."""
-        return 1
-
-    @property
     def streams(self) -> bool:
         """See `GenerationBody.streams`."""
         return self.stream is not False
@@ -187,11 +182,6 @@ class OllamaChat(OllamaBody, kw_only=True):
         """See `Body.check`."""
         super().check()
         self.tool_use()
-
-    @property
-    def num_parts(self) -> int:
-        """See `OllamaBody.num_parts`."""
-        return sum(1 + len(message.tool_calls or ()) for message in self.messages or ())
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
@@ -419,7 +409,8 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
             return [await frontend.encode(body.prompt)]
         tools = body.tools if isinstance(body, OllamaChat) else None
         variables = body.template_kwargs()
-        messages = await converted(body.num_parts, body.conversation)
+        given = (body.messages or ()) if isinstance(body, OllamaChat) else ()
+        messages = await converted((each.tool_calls for each in given), body.conversation)
         return [await encode_turn(frontend, messages, use, tools, template_kwargs=variables)]
 
     async def decode(self) -> Generation | web.StreamResponse:

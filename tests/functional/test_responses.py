@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,9 @@ import openai
 import pytest
 
 from aioinfer.api.batch import store
+from aioinfer.api.batch.objects import Conversation
 from aioinfer.api.openai import responses
+from aioinfer.api.openai.responses_body import Item
 from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER
@@ -198,6 +201,39 @@ async def test_items_of_the_input(client: openai.AsyncOpenAI) -> None:
             await client.responses.input_items.list(second.id, extra_query=query)
     with pytest.raises(openai.NotFoundError):
         await client.responses.input_items.list("resp_none")
+
+
+class Watched(list[Item]):
+    """Items that know in which threads they were walked through."""
+
+    def __init__(self, items: Iterable[Item]):
+        super().__init__(items)
+        self.threads: set[threading.Thread] = set()
+
+    def __iter__(self) -> Iterator[Item]:
+        self.threads.add(threading.current_thread())
+        return super().__iter__()
+
+
+async def test_much_that_is_stored_is_searched_in_a_thread(served: Served) -> None:
+    assert served.server._application is not None
+    stored = served.server._application.app[store.OBJECT_STORE]
+    items = Watched(Item(id=f"msg_{n}", role="user", content=f"{n}") for n in range(300))
+    kept = Conversation(id="conv_1", created_at=0, metadata={})
+    stored.add("anonymous", kept, items, item_bytes=1)
+    refers: Any = [{"type": "item_reference", "id": "msg_299"}]
+    reply = await served.post("/v1/responses", input=refers, max_output_tokens=1)
+    assert items.threads
+    assert threading.main_thread() not in items.threads
+    # how long the items of a response are is known, and not found by writing them again
+    record = stored.find("anonymous", "response", reply["id"])
+    assert record.item_bytes == store.json_size(record.items)
+    body: Any = {"input": "And?", "max_output_tokens": 1}
+    next = await served.post("/v1/responses", **body, previous_response_id=reply["id"])
+    record = stored.find("anonymous", "response", next["id"])
+    assert record.num_bytes - store.json_size(record.body) == record.item_bytes > 0
+    assert abs(record.item_bytes - store.json_size(record.items)) < 8  # brackets and commas
+    stored.remove("anonymous", "conversation", kept.id)
 
 
 async def test_input_tokens_are_counted(client: openai.AsyncOpenAI, served: Served) -> None:

@@ -208,9 +208,9 @@ async def create_conversation(request: web.Request, body: CreateConversation) ->
         metadata=body.metadata or {},
     )
     items, store = input_items(body.items, place="items"), request.app[OBJECT_STORE]
-    size = json_size(created) + json_size(items)
-    store.check_room(size, "a conversation")
-    store.add(owner_of(request), created, items, num_bytes=size)
+    size = json_size(items)
+    store.check_room(size + json_size(created), "a conversation")
+    store.add(owner_of(request), created, items, item_bytes=size)
     return created
 
 

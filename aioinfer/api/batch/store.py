@@ -142,13 +142,15 @@ class Stored:
         items: of a response, the items before its output; of a conversation, all of its items; of
             a chat completion, its messages.
         events: of the stream of a response in the background, by sequence number.
-        num_bytes: of an object in memory, the length of these as JSON.
+        item_bytes, num_bytes: of an object in memory, the length of its items as JSON, and of all
+            of it.
     """
 
     owner: str
     body: Any
     items: Sequence[Any] = ()
     events: Sequence[bytes] = ()
+    item_bytes: int = 0
     num_bytes: int = 0
 
 
@@ -217,24 +219,27 @@ class ObjectStore(Store):
         body: Any,
         items: Sequence[Any],
         events: Sequence[bytes] = (),
-        num_bytes: int | None = None,
+        item_bytes: int | None = None,
     ) -> None:
         """Stores an object of an API key as the newest, in the place of an older one of its id;
-        `num_bytes` is its size where that is known. An object that is nested too deeply for JSON,
-        or larger than the limit of all objects, is not kept."""
+        `item_bytes` is the length of the items as JSON where that is known. An object that is
+        nested too deeply for JSON, or larger than the limit of all objects, is not kept."""
         try:
-            size = num_bytes or json_size(body) + json_size(items) + sum(map(len, events))
+            of_items = json_size(items) if item_bytes is None else item_bytes
+            size = of_items + json_size(body) + sum(map(len, events))
         except RecursionError:
             return
         self._stored.pop((owner, body.id), None)
         if size <= MAX_STORED_BYTES:
-            self._stored[owner, body.id] = Stored(owner, body, items, events, size)
+            self._stored[owner, body.id] = Stored(owner, body, items, events, of_items, size)
             self._evict()
 
     def extend(self, stored: Stored, items: Sequence[Any]) -> None:
         """Adds items to an object, which becomes the newest; one that is too large is dropped."""
         stored.items = [*stored.items, *items]
-        stored.num_bytes += json_size(items)
+        size = json_size(items)
+        stored.item_bytes += size
+        stored.num_bytes += size
         self._stored.move_to_end((stored.owner, stored.body.id))
         if stored.num_bytes > MAX_STORED_BYTES:
             del self._stored[stored.owner, stored.body.id]

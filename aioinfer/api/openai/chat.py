@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import ContentPart, Message, converted, count_parts
+from aioinfer.api.messages import ContentPart, Message, converted
 from aioinfer.api.openai.chunks import (
     Choice,
     ChunkChoice,
@@ -179,9 +179,8 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         if body.store:
             stored = replace(reply, metadata=checked_metadata(body.metadata))
             store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
-            messages = await converted(
-                count_parts(m.content for m in body.messages), partial(_stored, reply.id, body)
-            )
+            contents = (message.content for message in body.messages)
+            messages = await converted(contents, partial(_stored, reply.id, body))
             store.add(owner, stored, messages)
         return reply
 

@@ -40,7 +40,7 @@ from aioinfer.api.generation import Generation, MessageDialect, named_event
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.logs import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.messages import converted, count_parts
+from aioinfer.api.messages import converted
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
     IncompleteDetails,
@@ -53,6 +53,7 @@ from aioinfer.api.openai.responses_body import (
     ResponseRequest,
     ResponseUsage,
     Status,
+    Text,
     block_item,
     block_part,
     input_items,
@@ -97,7 +98,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         #: The items before its output: of its conversation or of the previous response and its
         #: output, then of its input; once it is decoded.
         self.items: list[Item] = []
-        #: In the background, the length of the items as JSON.
+        #: The length of the items as JSON.
         self.num_bytes = 0
         #: In the background, the events so far by their sequence numbers, if it is a stream.
         self.events: list[bytes] = []
@@ -120,13 +121,16 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         """See `TextDialect.prompt`. With `truncation` as many of the first items are left out as do
         not fit. Raises `RequestError` also if an object is not stored that the body names."""
         frontend, body = self.frontend, self.body
-        before = self._items_before()
-        given = self._referred(body.input) if isinstance(body.input, list) else body.input
+        before, num_bytes = self._items_before()
+        given = body.input
+        if isinstance(given, list):
+            given = await self._referred(given)
         self._new_items = await converted(
-            len(before) + count_parts(i.content for i in given or () if isinstance(i, Item)),
+            (item.content for item in (*before, *(given or ())) if isinstance(item, Item)),
             lambda: input_items(given, {item.id for item in before}),
         )
         self.items = items = [*before, *self._new_items]
+        self.num_bytes = num_bytes + json_size(self._new_items)
         if body.truncation != "auto":
             return await self._encode(items, use)
         room = frontend.max_model_len - (body.max_output_tokens or 1)
@@ -139,34 +143,45 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             low += 1  # its call is left out
         return await self._encode(items[low:], use)
 
-    def _items_before(self) -> Sequence[Item]:
-        """Returns the items of the conversation, or of the previous response and its output."""
+    def _items_before(self) -> tuple[Sequence[Item], int]:
+        """Returns the items of the conversation, or of the previous response and its output, and
+        their length as JSON."""
         store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
         if (id := self.body.conversation_id) is not None:
-            return store.find(owner, "conversation", id, "conversation").items
+            found = store.find(owner, "conversation", id, "conversation")
+            return found.items, found.item_bytes
         if (id := self.body.previous_response_id) is None:
-            return ()
+            return (), 0
         if (owner, id) in self.request.app[RUNNING]:
             raise RequestError(
                 "the previous response has not ended yet", param="previous_response_id"
             )
         previous = store.find(owner, "response", id, "previous_response_id")
-        return [*previous.items, *output_items(previous.body)]
+        output = output_items(previous.body)
+        return [*previous.items, *output], previous.item_bytes + json_size(output)
 
-    def _referred(self, given: list[Item]) -> list[Item]:
-        """Returns items with stored ones in the places of references to them."""
+    async def _referred(self, given: list[Item]) -> list[Item]:
+        """Returns items with stored ones in the places of references to them. These are looked for
+        in a thread where much is stored: it takes 0.1 s for as much as may be."""
         missing = {item.id for item in given if item.is_reference}
         if not missing:
             return given
         store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
-        found: dict[str | UnsetType | None, Item] = {}
-        for record in (*store.all_of(owner, "response"), *store.all_of(owner, "conversation")):
-            output = output_items(record.body) if isinstance(record.body, Response) else ()
-            new = {item.id: item for item in (*record.items, *output) if item.id in missing}
-            found |= new
-            missing -= new.keys()
-            if not missing:
-                return [found[item.id] if item.is_reference else item for item in given]
+        found: dict[Text, Item] = {}
+        records = [*store.all_of(owner, "response"), *store.all_of(owner, "conversation")]
+
+        def look_up() -> None:
+            for record in records:
+                output = output_items(record.body) if isinstance(record.body, Response) else ()
+                new = {item.id: item for item in (*record.items, *output) if item.id in missing}
+                found.update(new)
+                missing.difference_update(new)
+                if not missing:
+                    return
+
+        await converted((record.items for record in records), look_up)
+        if not missing:
+            return [found[item.id] if item.is_reference else item for item in given]
         index = next(index for index, item in enumerate(given) if item.id in missing)
         raise RequestError(
             f"there is no item {str(given[index].id)[:80]!r}, or no longer; items are stored with "
@@ -180,8 +195,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         self, items: Sequence[Item], use: ToolUse, *, max_tokens: int | None = None
     ) -> list[int]:
         """Returns the prompt of items, behind the instructions, which are of one response alone."""
-        num_parts = count_parts(item.content for item in items)
-        messages = await converted(num_parts, lambda: to_messages(items))
+        contents = (item.content for item in items)
+        messages = await converted(contents, lambda: to_messages(items))
         if self.body.instructions:
             messages.insert(0, {"role": "system", "content": self.body.instructions})
         kwargs = self.body.template_kwargs()
@@ -298,7 +313,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         conversation if it is complete and that is still stored."""
         store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
         if ended.store:
-            store.add(owner, ended, self.items, self.events)
+            store.add(owner, ended, self.items, self.events, self.num_bytes)
         id = self.body.conversation_id
         if (
             id is None
@@ -340,7 +355,6 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         and what `submitted` does.
         """
         request, running = self.request, self.request.app[RUNNING]
-        self.num_bytes = json_size(self.items)
         what = "a response in the background"
         request.app[OBJECT_STORE].check_room(self.num_bytes, what, "background")
         num_bytes = sum(other.num_bytes for other in running.values()) + self.num_bytes
