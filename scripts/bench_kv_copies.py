@@ -1,7 +1,13 @@
-r"""Measures copies of KV blocks between a GPU and pinned memory of the host, without a server: the
-way of `worker.host_blocks` beside the ways of `benchlib.block_crossings`.
+r"""Measures copies of KV blocks between a GPU and pinned memory of the host, without a server.
 
     python scripts/bench_kv_copies.py --json kv-copies.json       # the shape of Qwen3-8B, one GPU
+    python scripts/bench_kv_copies.py --heads 1 --blocks 2000     # pieces of 32 KiB, of 8 ranks
+
+The ways, of which servers take the first that the driver has:
+
+- batched, plain: see `worker.block_crossings`;
+- batched, overlapping: the same with the driver's hint to overlap copies with kernels;
+- pitched: a copy of rows for each block; see `benchlib.block_crossings`.
 
 For each way and each direction, medians of `--rounds` rounds with `--blocks` blocks:
 
@@ -29,15 +35,15 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import I32
-from aioinfer.worker.host_blocks import (
-    BlockCopies,
-    CpuCopies,
-    GpuCopies,
-    HostBlocks,
-    StagedCrossing,
+from aioinfer.worker.block_crossings import (
+    BatchedCrossing,
+    Crossing,
+    PlainCrossing,
+    driver_copy,
 )
+from aioinfer.worker.host_blocks import BlockCopies, CpuCopies, GpuCopies, HostBlocks
 from aioinfer.worker.kv_tensors import KVTensors
-from benchlib.block_crossings import BatchedCrossing, BufferedCrossing
+from benchlib.block_crossings import PitchedCrossing
 
 DIRECTIONS = ("load", "save")
 #: Steps that are launched behind the call.
@@ -48,22 +54,32 @@ Figures = dict[str, list[float]]
 def ways_of(kv: KVTensors, host: HostBlocks, rng: np.random.Generator) -> dict[str, BlockCopies]:
     """Returns the copies by each way with which blocks come back as they were; on a CPU there is
     one way. What is wrong with another one is printed."""
-    made: dict[str, Callable[[], BlockCopies]] = {"at once": lambda: CpuCopies(kv, host)}
+    places = host.groups
+    made: dict[str, Callable[[], Crossing]] = {"plain": lambda: PlainCrossing(kv, places)}
     if kv.device.type == "cuda":
         made = {
-            "staged": lambda: GpuCopies(kv, StagedCrossing(kv, host)),
-            "buffered": lambda: GpuCopies(kv, BufferedCrossing(kv, host)),
-            "batched": lambda: GpuCopies(kv, BatchedCrossing(kv, host)),
-        }
+            "batched": lambda: _batched(kv, host, flags=0),
+            "batched, overlapping": lambda: _batched(kv, host, flags=1),
+            "pitched": lambda: PitchedCrossing(kv, places),
+        } | made
     ways: dict[str, BlockCopies] = {}
     for name, make in made.items():
         try:
-            ways[name] = make()
-            check(ways[name], kv, moves_of(kv.num_blocks[0], rng))
-        except (AttributeError, RuntimeError) as error:  # the driver has not got it
-            ways.pop(name, None)
-            print(f"{name}: {error!r}")
+            crossing = make()
+            copies = GpuCopies(kv, crossing) if kv.device.type == "cuda" else CpuCopies(crossing)
+            check(copies, kv, moves_of(kv.num_blocks[0], rng))
+            ways[name] = copies
+        except RuntimeError as error:
+            print(f"{name}: {error}")
     return ways
+
+
+def _batched(kv: KVTensors, host: HostBlocks, flags: int) -> Crossing:
+    """Returns copies in one call; see `driver_copy`. Raises RuntimeError."""
+    copy = driver_copy(flags)
+    if copy is None:
+        raise RuntimeError("needs a driver of CUDA 12.8")
+    return BatchedCrossing(kv, host.groups, copy)
 
 
 class Steps:

@@ -14,7 +14,6 @@ from aioinfer.worker.host_blocks import (
     HostBlocks,
     make_copies,
     make_host_blocks,
-    staging_bytes,
 )
 from aioinfer.worker.kv_tensors import KVTensors
 
@@ -56,15 +55,9 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype) -> None:
 def test_places_take_no_more_than_the_memory_given() -> None:
     kv = make_kv()
     for memory in (kv.nbytes // 3, 5 * kv.nbytes):
-        copies = make_copies(kv, make_host_blocks(kv, memory))
-        assert isinstance(copies, CpuCopies)
-        assert sum(group.nbytes for group in copies._host.groups) <= memory
+        assert sum(group.nbytes for group in make_host_blocks(kv, memory).groups) <= memory
 
 
 def test_too_little_memory_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"lower cache\.host_bytes"):
         HostBlocks(make_kv(), (2**50,) * 4, pinned=False)
-
-
-def test_a_staging_buffer_holds_the_largest_block() -> None:
-    assert staging_bytes((100, 2**30)) == 2**31

@@ -1,8 +1,8 @@
 """Memory of the host for KV blocks beyond those of the device, and the copies between the two.
 
-A place of that memory has the bytes of one block, all layers one behind the other, so that a block
-can cross the host's link in one piece (`StagedCrossing`). On a CPU the copies are made at once. On
-a GPU they run beside the steps, on two streams of their own. Nothing waits on the host.
+A place of that memory has the bytes of one block, all layers one behind the other;
+`block_crossings` has the ways in which blocks cross the host's link. On a CPU the copies are made
+at once. On a GPU they run beside the steps, on two streams of their own. Nothing waits on the host.
 
 What has to keep its order, and how (see `GpuCopies`):
 
@@ -31,13 +31,10 @@ import torch
 from aioinfer.ipc.anonymous_file import anonymous_file
 from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.worker.block_crossings import Crossing, make_crossing
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.memory import report_shortage
 from aioinfer.worker.pinned_memory import pin, unpin
-
-#: Bytes of one of the two staging buffers of a GPU, or a block if that is larger.
-_STAGING_BYTES = 32 << 20
-
 
 #: Waits until copies have ended, in any thread.
 Wait = Callable[[], None]
@@ -136,12 +133,6 @@ class HostBlocks:
         the same before and after."""
         return self._versions[group][place]
 
-    def place(self, group: int, place: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a view of a place in shape and dtype of a block; of a group without layers on
-        this rank, an empty one."""
-        memory = self.groups[group]
-        return memory[place].view(like.dtype).view(like.shape) if like.numel() else like
-
 
 def _close_all(descriptors: Sequence[int]) -> None:
     for fd in descriptors:
@@ -157,22 +148,15 @@ def make_host_blocks(kv: KVTensors, memory: int, *, shared: bool = False) -> Hos
 
 def make_copies(kv: KVTensors, host: HostBlocks) -> BlockCopies:
     """Returns the copies of a rank between its KV cache and the host."""
-    if kv.device.type != "cuda":
-        return CpuCopies(kv, host)
-    return GpuCopies(kv, StagedCrossing(kv, host))
-
-
-def staging_bytes(block_bytes: Sequence[int]) -> int:
-    """Returns the bytes that a `StagedCrossing` takes on the device, where the blocks of the groups
-    take `block_bytes`."""
-    return 2 * max(_STAGING_BYTES, *block_bytes)
+    crossing = make_crossing(kv, host.groups)
+    return GpuCopies(kv, crossing) if kv.device.type == "cuda" else CpuCopies(crossing)
 
 
 class CpuCopies:
     """Implements `BlockCopies` at once."""
 
-    def __init__(self, kv: KVTensors, host: HostBlocks):
-        self._kv, self._host = kv, host
+    def __init__(self, crossing: Crossing):
+        self._crossing = crossing
         self._ended: list[int] = []
 
     def keep_order(self, plan: StepPlan, max_num_seqs: int) -> None:
@@ -180,17 +164,12 @@ class CpuCopies:
 
     def load(self, moves: I32) -> None:
         """See `BlockCopies.load`."""
-        for group, place, block, ticket in moves.tolist():
-            target = self._kv.block(group, block)
-            target.copy_(self._host.place(group, place, target))
-            if ticket not in self._ended:
-                self._ended.append(ticket)
+        self._crossing.to_device(moves[:, :3])
+        self._ended += dict.fromkeys(moves[:, 3].tolist())
 
     def save(self, moves: I32) -> Wait:
         """See `BlockCopies.save`."""
-        for group, place, block in moves.tolist():
-            source = self._kv.block(group, block)
-            self._host.place(group, place, source).copy_(source)
+        self._crossing.to_host(moves)
         return _no_wait
 
     def until_free(self, moves: I32) -> Wait:
@@ -227,47 +206,6 @@ class _Running:
     def shares(self, blocks: set[int], places: set[int]) -> bool:
         """Whether they are of one of these blocks, or of one of these places."""
         return not (self.blocks.isdisjoint(blocks) and self.places.isdisjoint(places))
-
-
-class Crossing(Protocol):
-    """How blocks cross the host's link: copies that are launched on the current stream."""
-
-    def to_device(self, moves: I32) -> None:
-        """Copies places of the host to blocks: int32 [n, 3], group, place and block."""
-
-    def to_host(self, moves: I32) -> None:
-        """Copies blocks to places of the host: int32 [n, 3], group, place and block."""
-
-
-class StagedCrossing:
-    """Implements `Crossing` through a staging buffer for each direction: one copy of the driver
-    moves a block, and a kernel spreads it over the layers, or gathers it from them."""
-
-    def __init__(self, kv: KVTensors, host: HostBlocks):
-        self._kv, self._host = kv, host
-        size = staging_bytes(kv.block_bytes) // 2
-        self._staging = torch.empty(2, size, dtype=torch.uint8, device=kv.device)
-
-    def to_device(self, moves: I32) -> None:
-        """See `Crossing.to_device`."""
-        for group, place, block in moves.tolist():
-            target = self._kv.block(group, block)
-            staged = self._staged(0, target)
-            staged.copy_(self._host.place(group, place, target), non_blocking=True)
-            target.copy_(staged)
-
-    def to_host(self, moves: I32) -> None:
-        """See `Crossing.to_host`."""
-        for group, place, block in moves.tolist():
-            source = self._kv.block(group, block)
-            staged = self._staged(1, source)
-            staged.copy_(source)
-            self._host.place(group, place, source).copy_(staged, non_blocking=True)
-
-    def _staged(self, buffer: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a staging buffer in shape and dtype of a block. Its stream keeps the order of the
-        copies through it."""
-        return self._staging[buffer, : like.nbytes].view(like.dtype).view(like.shape)
 
 
 class GpuCopies:

@@ -119,6 +119,10 @@ class KVTensors:
         """Returns a view of a block: [parts, layers, ...], not contiguous."""
         return self._blocks[group][:, :, block]
 
+    def blocks(self, group: int) -> torch.Tensor:
+        """Returns a view of all blocks of a group: [parts, layers, num_blocks, ...]."""
+        return self._blocks[group]
+
     def zero(self, count: int) -> None:
         """Writes zeros to the first `count` blocks of each group."""
         for blocks in self._blocks:

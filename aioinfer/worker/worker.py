@@ -34,7 +34,6 @@ from aioinfer.worker.called_worker import CalledWorker
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks, extend_layers
-from aioinfer.worker.host_blocks import staging_bytes
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
 from aioinfer.worker.memory import (
@@ -230,8 +229,6 @@ class Worker(CalledWorker):
         )
         if self.device.type != "cpu":
             available -= self._growth_bytes()
-            if config.cache.host_bytes:
-                available -= staging_bytes(self._block_bytes(self._own_groups))
         return LoadReport(
             device=device_name,
             dtype=dtype_text,

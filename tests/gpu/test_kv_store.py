@@ -11,13 +11,15 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.worker.block_crossings import BatchedCrossing, PlainCrossing, driver_copy
 from aioinfer.worker.host_blocks import GpuCopies, make_copies, make_host_blocks
 from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.rank_memory import VirtualRankMemory
 from tests.functional import test_kv_store as on_cpu
 
 GPU = torch.device("cuda")
 GROUPS = (
-    KVGroup(AttentionSpec(4, 128), tuple(range(8))),
+    KVGroup(AttentionSpec(3, 128), tuple(range(8))),  # 300 MiB of 200 blocks
     KVGroup(StateSpec((64, 64), "float32"), (0, 1)),
 )
 
@@ -31,30 +33,45 @@ def empty_plan(**fields: np.ndarray) -> StepPlan:
     return StepPlan(0, **arrays | fields)
 
 
-def test_blocks_come_back_while_others_take_their_memory() -> None:
-    """A block that is being saved is written to by a step that names it, and by no step before."""
+def test_the_driver_copies_in_batches() -> None:
     kv = KVTensors(GROUPS, (32, 32), 128, torch.bfloat16, GPU)
-    copies = make_copies(kv, make_host_blocks(kv, 4 * kv.nbytes))
+    copies = make_copies(kv, make_host_blocks(kv, kv.nbytes))
     assert isinstance(copies, GpuCopies)
+    if driver_copy() is None:
+        pytest.skip("a driver before CUDA 12.8")
+    assert isinstance(copies._crossing, BatchedCrossing)
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["as served", "by torch"])
+@pytest.mark.parametrize("sleeps", [False, True], ids=["torch's memory", "virtual memory"])
+def test_blocks_come_back_while_others_take_their_memory(is_plain: bool, sleeps: bool) -> None:
+    """A block that is being saved is written to by a step that names it, and by no step before.
+    With virtual memory, a piece of a block lies in two chunks of physical memory."""
+    count = 200
+    memory = VirtualRankMemory(GPU)
+    kv = KVTensors(
+        GROUPS, (count, count), 128, torch.bfloat16, GPU, memory.make_kv if sleeps else None
+    )
+    host = make_host_blocks(kv, 2 * kv.nbytes)
+    copies = GpuCopies(kv, PlainCrossing(kv, host.groups)) if is_plain else make_copies(kv, host)
+    every = np.arange(count, dtype=np.int32)
+    named = empty_plan(
+        table_rows=np.repeat(np.array([0, 8], np.int32), count), table_indices=np.tile(every, 2),
+        table_blocks=np.tile(every, 2),
+    )  # fmt: skip
     for round_ in range(20):
         for tensor in kv.tensors:
             tensor.normal_()
-        expected = [kv.block(group, block).clone() for group in (0, 1) for block in range(32)]
-        moves = [
-            [group, 32 * (round_ % 4) + block, block] for group in (0, 1) for block in range(32)
-        ]
+        expected = [tensor.clone() for tensor in kv.tensors]
+        first = count * (round_ % 2)
+        moves = [[group, first + block, block] for group in (0, 1) for block in range(count)]
         copies.keep_order(empty_plan(), 8)
         copies.save(np.array(moves, np.int32))
-        every = np.arange(32, dtype=np.int32)
-        named = empty_plan(
-            table_rows=np.repeat(np.array([0, 8], np.int32), 32), table_indices=np.tile(every, 2),
-            table_blocks=np.tile(every, 2),
-        )  # fmt: skip
         copies.keep_order(named, 8)
-        kv.zero(32)
+        kv.zero(count)
         copies.load(np.array([[*move, round_] for move in moves], np.int32))
         copies.keep_order(named, 8)
-        found = [kv.block(group, block).clone() for group in (0, 1) for block in range(32)]
+        found = [tensor.clone() for tensor in kv.tensors]
         assert all(map(torch.equal, found, expected))
         assert copies.await_ended() == [round_]
 
