@@ -27,6 +27,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,14 +164,25 @@ class Bench:
         self.rows.append(figures)
         print(json.dumps(figures), flush=True)
 
-    def _body(self, kind: str) -> bytes:
+    def _bodies(self, kinds: Sequence[str]) -> list[bytes]:
+        """Returns a body for each kind; pictures are made in threads, the one of "same" once."""
+        side, count = self._options.side, kinds.count("new")
+        seeds = range(self._seed + 1, self._seed + 1 + count)
+        self._seed += count
+        with ThreadPoolExecutor() as threads:
+            new = threads.map(lambda seed: make_picture(side, seed), seeds)
+            same = make_picture(side, 0) if "same" in kinds else ""
+            urls = (
+                same if kind == "same" else next(new) if kind == "new" else "" for kind in kinds
+            )
+            return [self._body(url) for url in urls]
+
+    def _body(self, url: str) -> bytes:
         options, words = self._options, self._numbers
         drawn = words.integers(1, options.vocab_size, options.input_len)
         text = " ".join(f"word{word}" for word in drawn)
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
-        if kind != "text":
-            self._seed += kind == "new"
-            url = make_picture(options.side, self._seed if kind == "new" else 0)
+        if url:
             content.append({"type": "image_url", "image_url": {"url": url}})
         body = {
             "messages": [{"role": "user", "content": content}], "max_tokens": options.output_len,
@@ -182,7 +194,7 @@ class Bench:
     async def _send_all(self, kinds: Sequence[str]) -> tuple[list[Record], float]:
         """Returns the records of requests of these kinds, `streams` at a time, and the seconds that
         all took; bodies are made before."""
-        bodies = [(kind, self._body(kind)) for kind in kinds]
+        bodies = list(zip(kinds, self._bodies(kinds), strict=True))
         found: list[Record] = []
         free = asyncio.Semaphore(self._options.streams)
         connector = aiohttp.TCPConnector(limit=0)
