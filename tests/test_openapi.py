@@ -22,6 +22,15 @@ from tests.test_server import make_server
 pytestmark = pytest.mark.slow
 
 CONFIG = Path(__file__).parent / "schemathesis.toml"
+#: Endpoints whose calls let later requests wait: `/page/live` has no end, and after the others no
+#: step is planned until a call of another endpoint, or until a trainer has joined.
+WITHOUT_END = (
+    "/page/live",
+    "/pause",
+    "/sleep",
+    "/start_weight_update",
+    "/init_weight_transfer_engine",
+)
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -121,15 +130,7 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
             *("run", f"{url}/openapi.json", "--checks", ",".join(CHECKS)),
             *("--header", "Authorization: Bearer admin"),
-            # the first has no end, the second lets all others wait
-            *(
-                "--exclude-path",
-                "/page/live",
-                "--exclude-path",
-                "/pause",
-                "--exclude-path",
-                "/sleep",
-            ),
+            *(f"--exclude-path={path}" for path in WITHOUT_END),
             # the worker here has no hidden states
             *("--exclude-path-regex", "embed|pooling|classify|score|rerank"),
             *("--phases", "fuzzing", "--max-examples", "4", "--no-shrink"),

@@ -103,6 +103,8 @@ async def test_answers_name_the_weights(trained: Served, other: Path) -> None:
     assert (version, second["usage"]["weight_version"]) == ("step-3", "step-3")
     assert second["choices"][0]["token_ids"] != first["choices"][0]["token_ids"]
     await call(trained, "/update_weight_version", new_version="best")
+    for broken in ("a\n", "\0b"):  # no response could have it as a header
+        await call(trained, "/update_weight_version", 400, new_version=broken)
     assert await ask(trained, "/weight_info") == {"weight_version": "best"}
     error = await call(trained, "/update_weights_from_disk", 400, model_path="/nowhere")
     assert error["error"]["param"] == "model_path"

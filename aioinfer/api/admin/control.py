@@ -29,6 +29,11 @@ from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalan
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
 
+#: The name of weights. Responses have it as a header, where control characters are forbidden, a line
+#: break at the end included.
+Version = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*(?![\s\S])")]
+
+
 class PauseQuery(ModelQuery, kw_only=True):
     """The query of `/pause`."""
 
@@ -76,7 +81,7 @@ class UpdateFromDisk(Body, kw_only=True):
     updates. `mode` is that of `/pause`."""
 
     model_path: Annotated[str, Meta(min_length=1)]
-    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+    weight_version: Version | None = None
     mode: Mode = "keep"
 
 
@@ -123,7 +128,7 @@ class FinishUpdate(Body, kw_only=True):
 
     may_be_absent: ClassVar[bool] = True
 
-    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+    weight_version: Version | None = None
 
 
 class CallWorkers(Body, kw_only=True):
@@ -145,7 +150,7 @@ class CallResults(Struct, kw_only=True):
 class NewVersion(Body, kw_only=True):
     """`POST /update_weight_version`."""
 
-    new_version: Annotated[str, Meta(max_length=256)]
+    new_version: Version
 
 
 class WeightInfo(Struct, kw_only=True):
