@@ -179,9 +179,20 @@ def load_models(
             merged = _laid_over({"model": {"sleep_mode": True}}, _laid_over(tree, table))
             configs.append(_load(merged, pairs))
         except ConfigError as error:
-            raise ConfigError(f"[[models]], number {number}: {error}") from error
+            place = "" if _is_of_all(error, tree, pairs) else f"[[models]], number {number}: "
+            raise ConfigError(f"{place}{error}") from error
     _check_models(configs)
     return configs
+
+
+def _is_of_all(error: ConfigError, tree: dict[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Returns whether an error of one of several models lies in what all of them share: it is the
+    same without the model's own table."""
+    try:
+        _load(_laid_over(tree, {"model": {"path": "none"}}), overrides)
+    except ConfigError as shared:
+        return str(shared) == str(error)
+    return False
 
 
 def _load(tree: dict[str, Any], overrides: Mapping[str, Any]) -> Config:

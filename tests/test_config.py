@@ -172,6 +172,22 @@ def test_tables_of_models_that_are_wrong(tmp_path: Path, more: str, message: str
         load_models(write(tmp_path, SEVERAL + more))
 
 
+@pytest.mark.parametrize(
+    ("shared", "override", "message"),
+    [
+        ("server.prot = 1", "", r"^unknown key 'server\.prot' \(did you mean"),
+        ("", "server.prot=1", r"^unknown key 'server\.prot' \(did you mean"),
+        ("tracing.endpoint = 'x'", "", r"^tracing\.endpoint must be a URL"),
+        ("cache.disk_path = 'x'", "", r"^cache\.disk_path needs cache\.host_bytes"),
+    ],
+)
+def test_what_is_wrong_for_all_models_is_not_said_to_be_of_one(
+    tmp_path: Path, shared: str, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_models(write(tmp_path, f"{shared}\n{SEVERAL}"), [override] if override else [])
+
+
 def test_models_do_not_share_a_place(tmp_path: Path) -> None:
     shared = '\ncache.host_bytes = 1\ncache.disk_path = "x"\n'
     with pytest.raises(ConfigError, match=r"each model needs a cache\.disk_path of its own"):
