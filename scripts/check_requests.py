@@ -5,7 +5,8 @@ answered with status 500 and that every answer is as described.
         [--set section.key=value] [-- OPTIONS OF SCHEMATHESIS]
 
 schemathesis makes the requests, in its phases `coverage` and `fuzzing`: right ones and wrong ones
-for every endpoint but those whose calls have no end or let later requests wait. By default the server has a tiny model of random weights with SmolLM2's tokenizer.
+for every endpoint but those whose calls have no end or let later requests wait. By default the
+server has a tiny model of random weights with SmolLM2's tokenizer.
 Prints schemathesis's report, which ends with the number of cases; its exit status is the script's.
 `tests/test_openapi.py` does the same with few requests and no model.
 """

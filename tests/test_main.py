@@ -198,6 +198,22 @@ def test_ctrl_c_during_the_start_shows_no_traceback(command: list[str], seconds:
     assert process.returncode in (0, 130, -signal.SIGINT)
 
 
+@pytest.mark.parametrize("module", ["config_keys", "cli.commands"])
+def test_ctrl_c_during_the_first_imports_ends_quietly(module: str):
+    """At the moment when a module has been imported, among the first or as the last."""
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "aioinfer", "--config", "configs/smollm2.toml"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        while not process.stderr.readline().endswith(f" aioinfer.{module}\n"):
+            pass
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode in (130, -signal.SIGINT)
+
+
 def test_version_and_a_call_without_arguments():
     assert run("--version").stdout == f"aioinfer {aioinfer.__version__}\n"
     ended = run()

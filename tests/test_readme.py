@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer.__main__ import _make_parser
-from aioinfer.cli.commands import COMMANDS, make_parser
+from aioinfer.cli.commands import COMMANDS, make_parser, make_server_parser
 from aioinfer.cli.model_options import load
 from aioinfer.config import describe_keys, load_models
 
@@ -123,7 +122,7 @@ def test_commands_are_accepted(block: str, monkeypatch: pytest.MonkeyPatch) -> N
         if words[1] in COMMANDS:
             load(make_parser().parse_args(words[1:]))
         elif words[1].startswith("-"):
-            options = _make_parser().parse_args(words[1:])
+            options = make_server_parser().parse_args(words[1:])
             load_models(options.config, options.set)
 
 

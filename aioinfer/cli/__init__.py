@@ -1,4 +1,1 @@
-"""The subcommands of the command line: `commands` lists them, and a module of its name has each.
-
-`python -m aioinfer --config FILE` without a subcommand is in `__main__`.
-"""
+"""The command line: `commands` lists the subcommands, and a module of its name has each."""

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aioinfer.checkpoint.source import check_files
+from aioinfer.cli.interrupts import ended_by_interrupts
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.cli.terminal import AnswerView, MessageReader, make_view, write
 from aioinfer.config import Config, ServerConfig
@@ -298,8 +299,9 @@ def _server(options: argparse.Namespace) -> Iterator[ChatServer]:
     check_files(config.model)
     announce(f"loads {config.served_model_names[0]}")
 
-    from aioinfer.api.server import HttpServer  # imports PyTorch, which takes seconds
-    from aioinfer.llm import LLM
+    with ended_by_interrupts():
+        from aioinfer.api.server import HttpServer  # imports PyTorch, which takes seconds
+        from aioinfer.llm import LLM
 
     with LLM.of(config) as llm:
         server = HttpServer(config, llm.frontend)

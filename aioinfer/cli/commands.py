@@ -1,19 +1,27 @@
-"""The argument parser of all subcommands, and the function that runs one. The imports of a
-subcommand happen when it runs: `--help` and a mistyped option answer at once."""
+"""The argument parsers, and the functions that run a subcommand, or without one serve a model.
+
+Only modules that read and check the configuration are imported here: `--help` and a mistake on the
+command line are answered at once, and not after the seconds that PyTorch takes. A subcommand
+imports the rest when it runs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from aioinfer import __version__
 from aioinfer.arguments import option_hint
-from aioinfer.config import describe_keys
+from aioinfer.cli import serve
+from aioinfer.cli.interrupts import ended_by_interrupts
+from aioinfer.cli.model_options import add_model_options
+from aioinfer.config import describe_keys, load_models
 from aioinfer.errors import AioinferError, ConfigError
 
 #: Each subcommand with its description; `aioinfer.cli.NAME` has its `add_options` and `run`.
@@ -59,24 +67,39 @@ def make_parser() -> Parser:
     for name, doc in COMMANDS.items():
         # what follows `bench` belongs to the load generator, its --help included
         command = commands.add_parser(name, help=doc, description=doc, add_help=name != "bench")
-        import_module(f"aioinfer.cli.{name}").add_options(command)
+        with ended_by_interrupts():
+            module = import_module(f"aioinfer.cli.{name}")
+        module.add_options(command)
+    return parser
+
+
+def make_server_parser() -> Parser:
+    """Returns the parser of a command line without a subcommand."""
+    parser = Parser(
+        prog="aioinfer",
+        usage="aioinfer COMMAND ...\n       aioinfer --config FILE [--set SECTION.KEY=VALUE ...]",
+        description="Serves a large language model over an OpenAI-compatible HTTP API.",
+        epilog=list_commands(),
+    )
+    add_model_options(parser, positional=False)
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="list the keys of the configuration, those with WORD in name or description, and exit",
+    )
+    parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
     return parser
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a subcommand. Returns the exit status: 2 for a wrong command line or configuration."""
-    if arguments[0] == "bench":  # its options are not known here
-        options = argparse.Namespace(command="bench", arguments=arguments[1:])
-    else:
-        options = make_parser().parse_args(arguments)
-    return guard(lambda: int(import_module(f"aioinfer.cli.{options.command}").run(options)))
-
-
-def guard(work: Callable[[], int]) -> int:
-    """Returns the exit status of `work`, or the status of the error or the interrupt that ends it,
-    which is reported without a traceback."""
+    """Runs a subcommand; without one, serves a model until a signal or a failure ends it. Returns
+    the exit status: 2 for a wrong command line or configuration, with a line on stderr."""
     try:
-        return work()
+        if arguments and arguments[0] in COMMANDS:
+            return _run_command(arguments)
+        return _run_server(arguments)
     except AioinferError as error:
         text = str(error)
         if isinstance(error, ConfigError):
@@ -84,8 +107,37 @@ def guard(work: Callable[[], int]) -> int:
             text = " ".join(text.split())
         sys.stderr.write(f"aioinfer: {text}\n")
         return 2
-    except KeyboardInterrupt:
-        return 130
+
+
+def _run_command(arguments: list[str]) -> int:
+    if arguments[0] == "bench":  # its options are not known here
+        options = argparse.Namespace(command="bench", arguments=arguments[1:])
+    else:
+        options = make_parser().parse_args(arguments)
+    return int(import_module(f"aioinfer.cli.{options.command}").run(options))
+
+
+def _run_server(arguments: list[str]) -> int:
+    parser = make_server_parser()
+    if arguments and not arguments[0].startswith("-"):
+        parser.error(_unknown_command(arguments[0]))
+    options = parser.parse_args(arguments)
+    if options.keys is not None:
+        return print_keys(options.keys)
+    if not options.config and not options.set:
+        parser.error("a subcommand, --config FILE or --set model.path=... is needed (see --help)")
+    return serve.start(load_models(options.config, options.set))
+
+
+def _unknown_command(word: str) -> str:
+    """Returns the message for a first word that is no subcommand: a mistyped one, or a model."""
+    if near := difflib.get_close_matches(word, COMMANDS, n=1):
+        meant = f"did you mean 'aioinfer {near[0]}'?"
+    elif "/" in word or word.endswith(".gguf"):
+        meant = f"did you mean 'aioinfer serve {word}'?"
+    else:
+        meant = f"there are {', '.join(COMMANDS)}"
+    return f"there is no command {word!r}: {meant}"
 
 
 def write(text: str) -> None:

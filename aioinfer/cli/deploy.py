@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from aioinfer.checkpoint.source import check_files
+from aioinfer.cli.interrupts import ended_by_interrupts
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.errors import ConfigError
 
@@ -55,12 +56,13 @@ def run(options: argparse.Namespace) -> int:
         check_files(config.model)
     announce(f"deploys {config.served_model_names[0]} under Ray Serve")
 
-    try:
-        import ray
-        from ray import serve
-    except ImportError:
-        raise ConfigError("deploy needs Ray Serve: pip install 'aioinfer[ray]'") from None
-    from aioinfer.deploy.application import Arguments, deploy, watched
+    with ended_by_interrupts():
+        try:
+            import ray
+            from ray import serve
+        except ImportError:
+            raise ConfigError("deploy needs Ray Serve: pip install 'aioinfer[ray]'") from None
+        from aioinfer.deploy.application import Arguments, deploy, watched
 
     fixed = options.replicas
     try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.checkpoint.source import check_files
+from aioinfer.cli.interrupts import ended_by_interrupts
 from aioinfer.cli.model_options import add_model_options, announce, load_all
 from aioinfer.config import Config
 from aioinfer.executor import fork_server
@@ -46,9 +47,19 @@ def start(configs: Sequence[Config]) -> int:
     """
     for each in configs:
         check_files(each.model)
+    with ended_by_interrupts():
+        _prepare(configs)
+        from aioinfer.cli.server_process import run as serve  # imports PyTorch
+
+    return serve(configs)
+
+
+def _prepare(configs: Sequence[Config]) -> None:
+    """Starts the fork server, which imports PyTorch meanwhile, checks what concerns the server, and
+    says what is going to happen. Raises `ConfigError`."""
     config = configs[0]
     if config.parallel.executor in ("auto", "multiprocess") and "RANK" not in os.environ:
-        fork_server.start()  # imports PyTorch meanwhile
+        fork_server.start()
     # of the ranks that torchrun has started, the first alone listens
     if os.environ.get("RANK", "0") == "0":
         _check_server(config)
@@ -60,10 +71,6 @@ def start(configs: Sequence[Config]) -> int:
         if config.logging.format == "text":  # a program reads JSON
             names = ", ".join(each.served_model_names[0] for each in configs)
             announce(f"starts {names} at {address}")
-
-    from aioinfer.cli.server_process import run as serve  # imports PyTorch
-
-    return serve(configs)
 
 
 def _check_server(config: Config) -> None:

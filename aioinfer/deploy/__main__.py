@@ -7,4 +7,4 @@ import sys
 from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(import_module("aioinfer.cli.commands").run(["deploy", *sys.argv[1:]]))
+    sys.exit(import_module("aioinfer.__main__").main(["deploy", *sys.argv[1:]]))

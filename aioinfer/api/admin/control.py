@@ -28,9 +28,8 @@ from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
-
-#: The name of weights. Responses have it as a header, where control characters are forbidden, a line
-#: break at the end included.
+#: The name of weights. Responses have it as a header, where control characters are forbidden, also
+#: a line break at the end.
 Version = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*(?![\s\S])")]
 
 
