@@ -15,7 +15,7 @@ body are counted before it is decoded, and only token ids may be many.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -192,14 +192,20 @@ def _repaired(
     given: dict[str, msgspec.Raw], kind: type[Struct], place: str, ignores_unknown: bool
 ) -> dict[str, msgspec.Raw]:
     """Returns the members of an object at `place` (such as `options.`) that its type declares, with
-    integers for integral numbers. Raises `RequestError` for others that are not ignored."""
+    integers for integral numbers. Raises `RequestError` for others that are not ignored; of a type
+    that has `ignored` names, of the unknown ones for misspelt ones alone."""
     declared = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    ignored: Collection[str] | None = getattr(kind, "ignored", None)
     kept: dict[str, msgspec.Raw] = {}
     for name, value in given.items():
         if name not in declared:
-            if kind.__struct_config__.forbid_unknown_fields:
+            if kind.__struct_config__.forbid_unknown_fields and name not in (ignored or ()):
                 check_undeclared(
-                    place + name, _small_value(value), declared, ignores_unknown=ignores_unknown
+                    place + name,
+                    _small_value(value),
+                    declared,
+                    ignores_unknown=ignores_unknown,
+                    only_misspelt=ignored is not None,
                 )
             continue
         kept[name] = _without_fraction(value)

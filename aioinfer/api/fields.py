@@ -26,9 +26,10 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
             [], {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         ),
         "conversation": (), "function_call": ("none", "auto"), "functions": ([],),
-        "modalities": (["text"], []), "moderation": (), "output_expires_after": (),
-        "personality": (), "prompt": (), "stream": (False,), "suffix": ("",),
-        "truncation": ("disabled", False), "verbosity": ("medium",), "web_search_options": (),
+        "logprobs": (False, 0), "modalities": (["text"], []), "moderation": (),
+        "output_expires_after": (), "personality": (), "prompt": (), "stream": (False,),
+        "suffix": ("",), "top_logprobs": (0,), "truncation": ("disabled", False),
+        "verbosity": ("medium",), "web_search_options": (),
     },
     "vLLM": {
         "activation": (True,), "cache_salt": (), "chat_template": (), "detokenize": (True,),
@@ -46,8 +47,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "output_format": (), "thinking": (), "thread": (),
     },
     "Ollama": {
-        "context": ([],), "logprobs": (False, 0), "penalize_newline": (True,),
-        "shift": (False,), "template": ("",), "top_logprobs": (0,),
+        "context": ([],), "penalize_newline": (True,), "shift": (False,), "template": ("",),
     },
     "Cohere, Jina, Voyage, text-embeddings-inference": {
         "embedding_type": ("float",), "embedding_types": (["float"],), "input_type": (),
@@ -138,10 +138,16 @@ _INSTEAD = {
 
 
 def check_undeclared(
-    name: str, value: Any, declared: Collection[str], *, ignores_unknown: bool
+    name: str,
+    value: Any,
+    declared: Collection[str],
+    *,
+    ignores_unknown: bool,
+    only_misspelt: bool = False,
 ) -> None:
     """Raises `RequestError` naming a field that is not in `declared`, unless it or its value has no
-    effect. With `ignores_unknown` names without an entry are ignored.
+    effect. With `ignores_unknown` names without an entry are ignored, with `only_misspelt` those
+    alone that are not nearly a declared one.
 
     A field of an object within the body has its path as the `name`, such as `options.tfs_z`.
     """
@@ -161,7 +167,10 @@ def check_undeclared(
         raise FieldError(name, f"is not supported here{hint}", "unsupported_parameter")
     if ignores_unknown:
         return
-    near = difflib.get_close_matches(field, declared, 1) if len(field) < 64 else []
+    cutoff = 0.8 if only_misspelt else 0.6
+    near = difflib.get_close_matches(field, declared, 1, cutoff) if len(field) < 64 else []
+    if only_misspelt and not near:
+        return
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise RequestError(
         f"Unrecognized request argument supplied: {name}{hint}",

@@ -10,16 +10,18 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import MODELS, STARTED, encode, frontend_of
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
+from aioinfer.api.logprobs import ScoredToken
 from aioinfer.api.messages import TemplateContent, converted, template_content
 from aioinfer.api.protocol import (
     GenerationBody,
@@ -38,7 +40,7 @@ from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError
 from aioinfer.executor.base import WorkerReport
 from aioinfer.media.source import MediaSource
-from aioinfer.sampling_params import GrammarSpec
+from aioinfer.sampling_params import MAX_LOGPROBS, GrammarSpec
 from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
@@ -47,8 +49,16 @@ _FOREVER_S = 292 * 365 * 24 * 3600
 
 
 class Options(Parameters, kw_only=True, forbid_unknown_fields=True):
-    """The options that count for a model that is loaded; `fields` has the others."""
+    """The options that count for a model that is loaded; `fields` has the others. Unknown ones are
+    ignored, as Ollama's server does, but those that are nearly one of these.
 
+    Attributes:
+        ignored: options that Ollama has had, and that its server ignores today.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        ("mirostat", "mirostat_eta", "mirostat_tau", "penalize_newline", "tfs_z")
+    )
     sampling_names: ClassVar[Mapping[str, str]] = {
         "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
     }  # fmt: skip
@@ -89,7 +99,7 @@ class OllamaMessage(Struct, kw_only=True):
     """A message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = ""
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
@@ -105,7 +115,7 @@ class OllamaMessage(Struct, kw_only=True):
             "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
         }
         given = {name: value for name, value in fields.items() if value is not None}
-        content = _with_pictures(self.content, self.images, where)
+        content = _with_pictures(self.content or "", self.images, where)
         return {"role": self.role, "content": content, **given}
 
 
@@ -127,11 +137,19 @@ class Tagged:
 
 
 class OllamaBody(Tagged, GenerationBody, kw_only=True):
-    """Base class of the bodies of chats and generations."""
+    """Base class of the bodies of chats and generations. `truncate` and `shift` say what is to
+    become of a conversation that is too long: that is an error here, or ends the answer.
+    `top_logprobs` without `logprobs` asks for nothing."""
+
+    sampling_names: ClassVar[Mapping[str, str]] = {"logprobs": "", "top_logprobs": "logprobs"}
 
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    shift: Ignored = None
+    truncate: Ignored = None
 
     @property
     def streams(self) -> bool:
@@ -158,7 +176,9 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
     def sampling_fields(self) -> dict[str, Any]:
         """See `Parameters.sampling_fields`."""
         options = self.options or Options()
-        fields = super().sampling_fields() | options.sampling_fields()
+        fields = {"logprobs": 0} | super().sampling_fields() | options.sampling_fields()
+        if not self.logprobs:
+            del fields["logprobs"]
         if fields.get("max_tokens", 1) <= 0:  # -1 and -2 stand for as many as fit
             del fields["max_tokens"]
         if options.repeat_last_n == 0:
@@ -234,13 +254,14 @@ class Answer(Struct, kw_only=True):
 class Line(Struct, kw_only=True):
     """The reply of `/api/chat`, which has a `message`, and of `/api/generate`, which has a
     `response`. A stream is lines of these. The last line, and a reply in one piece, have the counts
-    of tokens and the durations, in nanoseconds."""
+    of tokens and the durations, in nanoseconds. `logprobs` are of the tokens of its text."""
 
     model: str
     created_at: str
     message: Answer | UnsetType = UNSET
     response: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
+    logprobs: list[ScoredToken] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -396,6 +417,7 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
 
     def __init__(self, request: web.Request, body: OllamaChat | OllamaGenerate):
         super().__init__(request, body)
+        self._num_logprobs = 0  # of the block's, that have been sent
         self._arrived = request[RECORD].arrived
 
     @classmethod
@@ -437,9 +459,13 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         if block.kind == "call":
             return self._event(self._line(calls=[block])) if kind == "stop" else b""
         if kind != "delta":
+            self._num_logprobs = 0
             return b""
-        is_text = block.kind == "text"
-        return self._event(self._line(text if is_text else "", UNSET if is_text else text))
+        if block.kind != "text":
+            return self._event(self._line(thinking=text))
+        new = block.logprobs[self._num_logprobs :]
+        self._num_logprobs = len(block.logprobs)
+        return self._event(self._line(text, logprobs=new or UNSET))
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
@@ -451,7 +477,9 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         texts = "".join(block.text for block in blocks if block.kind == "text")
         thoughts = "".join(block.text for block in blocks if block.kind == "reasoning")
         calls = [block for block in blocks if block.kind == "call"]
-        return self._line(texts, thoughts or UNSET, calls, **self._end(reason, num_tokens))
+        logprobs = [token for block in blocks for token in block.logprobs]
+        line = self._line(texts, thoughts or UNSET, calls, logprobs=logprobs or UNSET)
+        return msgspec.structs.replace(line, **self._end(reason, num_tokens))
 
     @staticmethod
     def _event(line: Line) -> bytes:

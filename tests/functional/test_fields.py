@@ -283,7 +283,8 @@ class TestTable:
     async def test_what_is_refused(self, served: Served, path: str) -> None:
         example = EXAMPLES[BODIES[path].__name__]
         steps = served.frontend.stats()["steps"]
-        for name in REFUSED.keys() - set(supported_fields(BODIES[path])):
+        declared = {field.encode_name for field in msgspec.structs.fields(BODIES[path])}
+        for name in REFUSED.keys() - declared:
             reply = await served.post(path, 400, **example | {name: {"other": [1]}})
             assert f"{name} is not supported here" in str(reply)
         reply = await served.post(path, 400, **example, sonnets=1)
@@ -329,6 +330,8 @@ class TestTable:
             wrong = [value for value in WRONG_TYPES if not _converts(value, field.type)]
             if field.type is msgspec.Raw:  # a JSON schema
                 wrong = [0.5]
+            if field.name == "options":  # of Ollama's, unknown ones are ignored
+                wrong = [value for value in wrong if not isinstance(value, dict)]
             for value in wrong[:1] or WRONG_TYPES:
                 body = EXAMPLES[kind.__name__] | {field.encode_name: value}
                 async with served.http.post(path, json=body) as response:

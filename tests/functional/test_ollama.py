@@ -91,12 +91,44 @@ async def test_what_changes_an_answer_is_done_or_refused(served: Served) -> None
     plain, penalty = await answer(), {"repeat_penalty": 1.9}
     assert await answer(**penalty) == await answer(**penalty, repeat_last_n=-1) != plain
     assert await answer(**penalty, repeat_last_n=0) == plain
-    assert await answer(repeat_last_n=64, num_ctx=4096, mirostat=0) == plain
-    for options in ({"repeat_last_n": 64, **penalty}, {"mirostat": 1}, {"temprature": 1}):
+    assert await answer(repeat_last_n=64, num_ctx=4096) == plain
+    # what Ollama ignores: its former options, and names that it does not know
+    assert await answer(mirostat=2, tfs_z=0.5, penalize_newline=False, decoding_method="x") == plain
+    for options in ({"repeat_last_n": 64, **penalty}, {"typical_p": 0.5}, {"temprature": 1}):
         reply = await served.post("/api/generate", status=400, **ask, options=options)
         assert f"options.{next(iter(options))}" in reply["error"]
     reply = await served.post("/api/chat", messages=[], stream=False)
     assert (reply["done_reason"], reply["message"]["content"]) == ("load", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [("chat", {"messages": ASK}), ("generate", {"prompt": "A river:", "raw": True})],
+)
+async def test_log_probabilities(served: Served, path: str, ask: dict[str, Any]) -> None:
+    ask = {**ask, "options": SHORT}
+    wanted = {"logprobs": True, "top_logprobs": 2}
+    whole = await served.post(f"/api/{path}", **ask, **wanted, stream=False)
+    tokens = whole["logprobs"]
+    text = whole["response"] if path == "generate" else whole["message"]["content"]
+    assert "".join(token["token"] for token in tokens) == text
+    for token in tokens:  # greedy: the likeliest one
+        assert [likely["logprob"] for likely in token["top_logprobs"]] <= [token["logprob"], 0]
+        assert token["top_logprobs"][0]["token"] == token["token"]
+        assert len(token["top_logprobs"]) == 2
+    parts = await lines(served, f"/api/{path}", **ask, **wanted)
+    assert [each for part in parts for each in part.get("logprobs", ())] == tokens
+    (alone,) = {len(each["top_logprobs"]) for each in (
+        await served.post(f"/api/{path}", **ask, logprobs=True, stream=False)
+    )["logprobs"]}  # fmt: skip
+    assert alone == 0
+    plain = await served.post(
+        f"/api/{path}", **ask, logprobs=False, top_logprobs=2, shift=True, truncate=True,
+        stream=False,
+    )  # fmt: skip
+    assert "logprobs" not in plain
+    error = await served.post(f"/api/{path}", status=400, **ask, logprobs=True, top_logprobs=21)
+    assert "top_logprobs" in error["error"]
 
 
 async def test_a_schema(served: Served) -> None:
