@@ -69,10 +69,9 @@ def test_a_refusal_is_what_the_assistant_has_said() -> None:
     assert message(role="assistant", content=parts).for_template()["content"] == "Well.\nNo."
     alone = message(role="assistant", content=None, refusal="No.")
     assert alone.for_template() == {"role": "assistant", "content": "No."}
-    for role, part in (("user", parts[1]), ("assistant", {"type": "refusal"})):
-        with pytest.raises(RequestError) as caught:
-            message(role=role, content=[part])
-        assert caught.value.param == "messages[0].content[0]"
+    with pytest.raises(RequestError) as caught:
+        message(role="user", content=[parts[1]])
+    assert caught.value.param == "messages[0].content[0]"
 
 
 def test_the_older_form_of_calls() -> None:

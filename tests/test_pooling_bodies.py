@@ -28,7 +28,7 @@ def embedding(value: Any) -> EmbeddingRequest:
     ],
 )
 def test_inputs_one_by_one(value: Any, inputs: list[Any]) -> None:
-    assert embedding(value).inputs() == inputs
+    assert embedding(value).prompts() == inputs
 
 
 @pytest.mark.parametrize("value", [[], [1, [1]], ["a"] * (MAX_PROMPTS + 1), [-1], None])

@@ -384,7 +384,7 @@ class TestChat:
             ),
             (
                 {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-                "messages[0].content[0]",
+                "messages[0].content[0].text",
             ),
             ({"max_completion_tokens": 0}, "max_completion_tokens"),
             ({"logprobs": 3}, "logprobs"),

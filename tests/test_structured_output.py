@@ -89,10 +89,16 @@ def test_the_text_of_a_schema_is_kept() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema",
+            "response_format.json_schema.schema",
         ),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
-        ({"response_format": {"type": "structural_tag", "triggers": []}}, "response_format"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {}}},
+            "response_format.structures",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": []}},
+            "response_format.triggers",
+        ),
         ({"guided_json": '{"a":'}, "guided_json"),
         ({"guided_json": ""}, "guided_json"),
         ({"guided_json": {"enum": list(range(10_000))}}, "guided_json"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,6 +84,7 @@ _NAMED = 20
 
 B = TypeVar("B", bound=Body)
 S = TypeVar("S", bound=Struct)
+T = TypeVar("T")
 
 #: The parts of a body that was received before `read_body` is called.
 RECEIVED: web.RequestKey[list[bytes]] = web.RequestKey("received")
@@ -92,10 +93,15 @@ RECEIVED: web.RequestKey[list[bytes]] = web.RequestKey("received")
 def encode_list(items: Iterable[Any], at_once: int) -> Any:
     """Returns the JSON of a list, a `msgspec.Raw`, which is made of so many items at a time: the
     encoder does not let other threads run meanwhile."""
-    rest, pieces = iter(items), []
-    while piece := list(islice(rest, at_once)):
-        pieces.append(encode(piece)[1:-1])
+    pieces = [encode(piece)[1:-1] for piece in pieces_of(items, at_once)]
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+
+
+def pieces_of(items: Iterable[T], at_once: int) -> Iterator[list[T]]:
+    """Yields the items in lists of so many."""
+    rest = iter(items)
+    while piece := list(islice(rest, at_once)):
+        yield piece
 
 
 @asynccontextmanager

@@ -302,6 +302,8 @@ def _values_at(kind: Any, path: str) -> list[Any]:
             if name and isinstance(each, type) and issubclass(each, Struct):
                 found = msgspec.structs.fields(each)
                 inner += [field.type for field in found if field.encode_name == name]
+                if name == each.__struct_config__.tag_field:
+                    inner.append(Literal[each.__struct_config__.tag])
             elif not name and get_origin(each) is list:
                 inner += get_args(each)
         kinds = [each for type in inner for each in _alternatives(type)]

@@ -30,7 +30,7 @@ from aioinfer.api.generation import (
 )
 from aioinfer.api.logprobs import LOWEST, LikelyToken, formatted
 from aioinfer.api.messages import template_messages
-from aioinfer.api.openai.pooling import PoolingDialect, numbers_json
+from aioinfer.api.openai.pooling import PoolingDialect
 from aioinfer.api.openai.pooling_bodies import PoolingBody
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
@@ -81,6 +81,7 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
+        super().check()
         self.grammars()
         others = self.presence_penalty, self.frequency_penalty
         has_penalties = any(others) or self.repeat_penalty not in (None, 1)
@@ -88,21 +89,11 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
             raise FieldError(
                 "repeat_last_n", "must be -1 or 0: penalties count all of the text, or are off"
             )
-        protocol.check_prompts(self.prompt, "prompt")
-
-    @property
-    def num_prompts(self) -> int:
-        """See `PromptsBody.num_prompts`."""
-        return len(self.prompts())
 
     @property
     def max_length(self) -> int | None:
         """The length of the output in tokens; None for as much as fits."""
         return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
-
-    def prompts(self) -> list[protocol.Prompt]:
-        """Returns the prompts one by one."""
-        return protocol.split_prompts(self.prompt)
 
     def grammars(self) -> list[GrammarSpec]:
         """See `GenerationBody.grammars`."""
@@ -153,24 +144,14 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
-        super().check()
         if (self.content is None) == (self.input is None):
             raise RequestError("either content or input must be given", param="content")
-        protocol.check_prompts(getattr(self, self.field), self.field)
+        super().check()
 
     @property
-    def field(self) -> str:
-        """The name of the field that holds the inputs."""
+    def prompt_field(self) -> str:
+        """See `PromptsBody.prompt_field`."""
         return "input" if self.content is None else "content"
-
-    @property
-    def num_prompts(self) -> int:
-        """See `PromptsBody.num_prompts`."""
-        return len(self.inputs())
-
-    def inputs(self) -> list[protocol.Prompt]:
-        """Returns the inputs one by one."""
-        return protocol.split_prompts(getattr(self, self.field))
 
 
 class LlamaBias(Struct, kw_only=True):
@@ -299,7 +280,7 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 
     def __init__(self, request: web.Request, body: LlamaEmbedding):
         super().__init__(request, body)
-        self.param = body.field
+        self.param = body.prompt_field
 
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
@@ -307,17 +288,16 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 
     async def prompts(self) -> list[list[int]]:
         """See `PoolingDialect.prompts`."""
-        return await self.tokens(self.body.inputs())
+        return await self.tokens(self.body.prompts())
 
     def reply(self, states: list[F32]) -> list[LlamaVectors]:
         """See `PoolingDialect.reply`."""
-        return [self._vectors(index, state) for index, state in enumerate(states)]
-
-    def _vectors(self, index: int, state: F32) -> LlamaVectors:
-        norm = None if state.ndim == 1 else False  # vectors of tokens are as the model has them
-        states = state.reshape(-1, self.frontend.hidden_size)
-        written: Any = msgspec.Raw(numbers_json(self.pooling.embedding(states, None, norm)))
-        return LlamaVectors(index=index, embedding=written)
+        shape = -1, self.frontend.hidden_size
+        # vectors of tokens are as the model has them
+        vectors = (
+            self.vector(s.reshape(shape), None, None if s.ndim == 1 else False) for s in states
+        )
+        return [LlamaVectors(index=index, embedding=each) for index, each in enumerate(vectors)]
 
 
 async def apply_template(request: web.Request, body: protocol.ChatRequest) -> web.Response:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from aioinfer.api.context import encode, encode_list
+from aioinfer.api.context import encode, encode_list, pieces_of
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.features.prompt_logprobs.planning import PromptScores
 from aioinfer.sampling_params import MAX_LOGPROBS
@@ -116,11 +116,6 @@ def _likely_tokens(tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]
     return encode_list(found, _AT_ONCE)
 
 
-def _pieces(values: Iterator[T]) -> Iterator[list[T]]:
-    while piece := list(islice(values, _AT_ONCE)):
-        yield piece
-
-
 def completion_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob], offset: int
 ) -> CompletionLogprobs:
@@ -152,7 +147,7 @@ def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> Any
         found.setdefault(name, max(logprob, LOWEST))
     if len(found) <= _AT_ONCE:
         return found
-    pieces = [encode(dict(piece))[1:-1] for piece in _pieces(iter(found.items()))]
+    pieces = [encode(dict(piece))[1:-1] for piece in pieces_of(found.items(), _AT_ONCE)]
     return msgspec.Raw(b"{" + b",".join(pieces) + b"}")
 
 
@@ -185,7 +180,7 @@ async def echoed_logprobs(
             "top_logprobs": [b"null"],
         }
         offset = len(first)
-        for piece in _pieces(chain(_scored(scores, num_top), generated)):
+        for piece in pieces_of(chain(_scored(scores, num_top), generated), _AT_ONCE):
             found = completion_logprobs(tokenizer, piece, offset)
             offset = found.text_offset[-1] + len(found.tokens[-1])
             for name, written in parts.items():
@@ -198,10 +193,14 @@ async def echoed_logprobs(
     return await _in_thread(make, len(scores.tokens) + len(generated), num_top)
 
 
-async def prompt_logprobs(tokenizer: Tokenizer | None, scores: PromptScores, num_top: int) -> Any:
-    """Returns vLLM's `prompt_logprobs` as JSON: null for the first token, and for every other one
-    an object of the token itself and the `num_top` likeliest ones by id, each with its
-    log-probability, its rank and its text."""
+async def prompt_logprobs(
+    tokenizer: Tokenizer | None, scores: PromptScores | None, num_top: int | None
+) -> Any:
+    """Returns vLLM's `prompt_logprobs` as JSON, None where these are not asked for: null for the
+    first token, and for every other one an object of the token itself and the `num_top` likeliest
+    ones by id, each with its log-probability, its rank and its text."""
+    if scores is None or num_top is None:
+        return None
 
     def entry(token: TokenLogprob, rank: int) -> dict[str, Any]:
         ranked = [(rank, token.token_id, token.logprob)]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from aioinfer.engine.chat_turn import call_input
 from aioinfer.errors import FieldError
@@ -31,10 +31,6 @@ _FEW_MESSAGES = 256
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 #: Roles under the names that chat templates know: "developer" is newer, "function" is older.
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
-#: Described by its values in `/openapi.json`; `Message.check` tests it, with its own message.
-PartType = Annotated[
-    str, Meta(extra_json_schema={"enum": ["text", "image_url", "input_audio", "refusal"]})
-]
 
 
 class ImageUrl(Struct, kw_only=True):
@@ -52,31 +48,49 @@ class InputAudio(Struct, kw_only=True):
     format: str | None = None
 
 
-class ContentPart(Struct, kw_only=True):
-    """A part of a message's content: text, a picture, a clip of sound, or the text with which an
-    assistant has refused."""
+class TextPart(Struct, tag="text"):
+    """A part of a message's content: a text."""
 
-    type: PartType
-    text: str | None = None
-    image_url: ImageUrl | str | None = None
-    input_audio: InputAudio | None = None
-    refusal: str | None = None
+    text: str
 
-    def picture(self, place: str) -> MediaSource | None:
-        """Returns the picture or the sound of the part, whose place in the body is given; None if
-        it is of another type."""
-        if self.type == "input_audio" and self.input_audio is not None:
-            data = self.input_audio.data
-            return MediaSource(f"{place}.input_audio.data", data, is_base64=True, is_sound=True)
-        if self.type != "image_url" or self.image_url is None:
-            return None
+    def shown(self, place: str) -> str:
+        """Returns what the model sees of the part, whose place in the body is given."""
+        return self.text
+
+
+class RefusalPart(Struct, tag="refusal"):
+    """The text with which an assistant has refused."""
+
+    refusal: str
+
+    def shown(self, place: str) -> str:
+        """See `TextPart.shown`."""
+        return self.refusal
+
+
+class ImagePart(Struct, tag="image_url"):
+    """A picture."""
+
+    image_url: ImageUrl | str
+
+    def shown(self, place: str) -> MediaSource:
+        """See `TextPart.shown`."""
         url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
         return MediaSource(f"{place}.image_url", url)
 
-    @property
-    def shown(self) -> str | None:
-        """The text that the model sees; None if there is none."""
-        return {"text": self.text, "refusal": self.refusal}.get(self.type)
+
+class AudioPart(Struct, tag="input_audio"):
+    """A clip of sound."""
+
+    input_audio: InputAudio
+
+    def shown(self, place: str) -> MediaSource:
+        """See `TextPart.shown`."""
+        data = self.input_audio.data
+        return MediaSource(f"{place}.input_audio.data", data, is_base64=True, is_sound=True)
+
+
+ContentPart = TextPart | RefusalPart | ImagePart | AudioPart
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -113,17 +127,14 @@ class Message(Struct, kw_only=True):
         `messages[0]`."""
         if self.content is None and self.role not in ("assistant", "function"):
             raise FieldError(f"{where}.content", "is missing")
+        refused = (ImagePart, AudioPart) if self.role == "assistant" else RefusalPart
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            place, is_answer = f"{where}.content[{index}]", self.role == "assistant"
-            if part.picture(place) is not None and not is_answer:
-                continue
-            if part.shown is None or (part.type == "refusal" and not is_answer):
-                others = (
-                    "'refusal' and hold one: an assistant's message has no pictures and no sound"
-                    if is_answer
-                    else "'image_url' or 'input_audio' and hold one"
+            if isinstance(part, refused):
+                raise FieldError(
+                    f"{where}.content[{index}]",
+                    "is of another role: an assistant's message has no pictures and no sound, and "
+                    "others have no refusal",
                 )
-                raise FieldError(place, f"must be of type 'text' and hold a text, or {others}")
 
     @property
     def is_short(self) -> bool:
@@ -168,8 +179,7 @@ class Message(Struct, kw_only=True):
         if isinstance(self.content, str):
             return self.content
         return template_content(
-            part.picture(f"{where}.content[{index}]") or part.shown or ""
-            for index, part in enumerate(self.content or ())
+            part.shown(f"{where}.content[{index}]") for index, part in enumerate(self.content or ())
         )
 
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import MAX_PROMPTS, MAX_VALUES, Body
-from aioinfer.api.messages import ContentPart, Message
+from aioinfer.api.messages import Message, TextPart
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
@@ -125,9 +125,23 @@ class PromptsBody(Body, Parameters, kw_only=True):
     priority: Int32 | None = None
 
     @property
+    def prompt_field(self) -> str:
+        """The field of the type `Prompts`, if the body has one."""
+        return self.token_field
+
+    def check(self) -> None:
+        if field := self.prompt_field:
+            check_prompts(getattr(self, field), field)
+
+    def prompts(self) -> list[Prompt]:
+        """Returns the prompts of this field one by one."""
+        field = self.prompt_field
+        return split_prompts(getattr(self, field)) if field else []
+
+    @property
     def num_prompts(self) -> int:
-        """How many prompts it has."""
-        return 1
+        """How many prompts it has: a conversation is one."""
+        return len(self.prompts()) or 1
 
 
 class GenerationBody(PromptsBody, kw_only=True):
@@ -274,6 +288,7 @@ class SamplingBody(SamplingFields, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "needs stream to be true")
         if self.max_tokens == 0:
@@ -351,17 +366,12 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_prompts(self.prompt, "prompt")
         if self.best_of is not None:
             self._check_best_of(self.best_of, self.n or 1)
         if self.suffix:
             for name in ("echo", "truncate_prompt_tokens"):
                 if getattr(self, name):
                     raise FieldError(name, "is not supported together with suffix")
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts())
 
     def beam_width(self) -> tuple[int, str]:
         return super().beam_width() if self.best_of is None else (self.best_of, "best_of")
@@ -393,23 +403,18 @@ class CompletionRequest(SamplingBody, kw_only=True):
             fields["prompt_only"] = True
         return fields
 
-    def prompts(self) -> list[Prompt]:
-        """Returns the prompts one by one."""
-        return split_prompts(self.prompt)
-
 
 class Prediction(Struct, kw_only=True):
     """The likely output, as OpenAI has it: text, or parts of it."""
 
     type: Literal["content"]
-    content: str | list[ContentPart]
+    content: str | list[TextPart]
 
     @property
     def text(self) -> str:
         """The whole text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text or "" for part in self.content)
+        given = self.content
+        return given if isinstance(given, str) else "".join(part.text for part in given)
 
 
 class ChatRequest(SamplingBody, kw_only=True):

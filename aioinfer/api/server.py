@@ -263,7 +263,7 @@ class HttpServer:
         if self._application is not None:
             await self._application.app[context.MODELS].end_pauses()
             await page.end_live_streams(self._application.app)
-            if (under_way := self._application.app[batches.BATCHES]) is not None:
+            if (under_way := self._application.app.get(batches.BATCHES)) is not None:
                 await under_way.stop(self._application.app)
         if self._listener is not None:
             await self._listener.stop()

@@ -8,7 +8,7 @@ count. `text.grammar` says what they may hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -32,55 +32,57 @@ class SchemaFormat(Struct, kw_only=True):
     """`json_schema` of a `response_format`. The name, the description and `strict` say nothing
     about the output: a schema is always enforced."""
 
+    schema: Raw
     name: str | None = None
     description: str | None = None
-    schema: Raw = NOT_GIVEN
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, kw_only=True):
-    """OpenAI's `response_format`, with `structural_tag` as vLLM has it (`structures` and
-    `triggers`), and a `schema` of `json_object` as llama.cpp has it."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: SchemaFormat | None = None
-    schema: Raw = NOT_GIVEN
-    structures: Raw = NOT_GIVEN
-    triggers: Raw = NOT_GIVEN
-    format: Raw = NOT_GIVEN
+class AnyText(Struct, tag="text"):
+    """A `response_format` of any text."""
 
     def to_grammar(self) -> GrammarSpec | None:
         """Returns the grammar, or None for any text. Raises `RequestError` naming the field."""
-        match self.type:
-            case "text":
-                return None
-            case "json_object":
-                if is_given(self.schema):
-                    return json_grammar("json_schema", self.schema, "response_format.schema")
-                return GrammarSpec("json_object", param="response_format")
-            case "json_schema":
-                if self.json_schema is None or not is_given(self.json_schema.schema):
-                    raise RequestError(
-                        "response_format.json_schema.schema is missing",
-                        param="response_format.json_schema",
-                    )
-                name = "response_format.json_schema.schema"
-                return json_grammar("json_schema", self.json_schema.schema, name)
-            case "structural_tag":
-                return self._to_structural_tag()
+        return None
 
-    def _to_structural_tag(self) -> GrammarSpec:
-        if is_given(self.format):
-            raise RequestError(
-                "a structural tag with 'format' is not supported: give 'structures' and 'triggers'",
-                param="response_format.format",
-            )
-        if not is_given(self.structures) or not is_given(self.triggers):
-            raise RequestError(
-                "a structural tag needs 'structures' and 'triggers'", param="response_format"
-            )
+
+class JsonObject(Struct, tag="json_object"):
+    """A `response_format` of any JSON object, or of a schema, as llama.cpp has it."""
+
+    schema: Raw = NOT_GIVEN
+
+    def to_grammar(self) -> GrammarSpec:
+        """See `AnyText.to_grammar`."""
+        if is_given(self.schema):
+            return json_grammar("json_schema", self.schema, "response_format.schema")
+        return GrammarSpec("json_object", param="response_format")
+
+
+class JsonSchema(Struct, tag="json_schema"):
+    """A `response_format` of a schema."""
+
+    json_schema: SchemaFormat
+
+    def to_grammar(self) -> GrammarSpec:
+        """See `AnyText.to_grammar`."""
+        place = "response_format.json_schema.schema"
+        return json_grammar("json_schema", self.json_schema.schema, place)
+
+
+class StructuralTag(Struct, tag="structural_tag"):
+    """A `response_format` of texts with schemas in them, as vLLM has it; its newer form, with
+    `format`, is not supported."""
+
+    structures: Raw
+    triggers: Raw
+
+    def to_grammar(self) -> GrammarSpec:
+        """See `AnyText.to_grammar`."""
         tag = b'{"structures":%b,"triggers":%b}' % (self.structures, self.triggers)
         return json_grammar("structural_tag", Raw(tag), "response_format")
+
+
+ResponseFormat = AnyText | JsonObject | JsonSchema | StructuralTag
 
 
 class StructuredOutputs(Struct, kw_only=True):

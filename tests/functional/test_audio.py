@@ -308,7 +308,9 @@ SOUNDS_REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "an empty sound": (heard(""), f"{AT}.input_audio.data", "is empty"),
     "no sound": (heard("R0lGODlh"), f"{AT}.input_audio.data", "is not sound"),
     "no data": (heard(None), f"{AT}.input_audio.data", "str"),
-    "no part": ([{"role": "user", "content": [{"type": "input_audio"}]}], AT, "must be of type"),
+    "no part": (
+        [{"role": "user", "content": [{"type": "input_audio"}]}], f"{AT}.input_audio", "is missing",
+    ),
     "a picture": (conversation(CLIP), f"{AT}.image_url", "reads no pictures"),
     "too many": (heard("R0lG", 3), "messages[0].content[2].input_audio.data", "too many"),
     "six minutes": (

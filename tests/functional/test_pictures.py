@@ -175,7 +175,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         CHAT, chat_of({"type": "text", "text": "a"}, image_url({"url": BROKEN})),
         "messages[0].content[1].image_url", "is broken",
     ),
-    "no url": (CHAT, chat_of({"type": "image_url"}), AT, "must be of type"),
+    "no url": (CHAT, chat_of({"type": "image_url"}), f"{AT}.image_url", "is missing"),
+    "another type": (
+        CHAT, chat_of({"type": "video_url"}), f"{AT}.type",
+        """must be one of 'text', 'refusal', 'image_url', 'input_audio', not "video_url\"""",
+    ),
     "a picture of the assistant": (
         CHAT, chat_of(image_url(URL), role="assistant"), AT, "assistant's message has no pictures"
     ),

@@ -46,16 +46,13 @@ _TYPES = {
 }
 
 
-def _find_files() -> dict[str, tuple[str, str]]:
-    """Returns the path of each file of the folder that is served, with its name and its content
-    type: all but the bodies of the pages."""
-    names = sorted(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("*.*"))
-    kinds = {name: _TYPES.get(Path(name).suffix) for name in names}
-    return {f"/page/{name}": (name, kind) for name, kind in kinds.items() if kind}
-
-
-#: Each path with its file and its content type; nothing else of the folder is served.
-_FILES = _find_files()
+#: Each path with its file and its content type: all but the bodies of the pages. Nothing else of
+#: the folder is served.
+_FILES = {
+    f"/page/{file.relative_to(_FOLDER).as_posix()}": (file, _TYPES[file.suffix])
+    for file in sorted(_FOLDER.rglob("*.*"))
+    if file.suffix in _TYPES
+}
 #: Each page with its name, which its body and script have, and its title.
 _PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
 #: The style sheets of each page, in their order.
@@ -111,7 +108,7 @@ def _page_handler(name: str, title: str) -> Handler:
 #: The handler of each path of the pages and their files. They need no model: the server answers
 #: them while it loads one, too, and the page shows how far it is.
 HANDLERS: dict[str, Handler] = {
-    **{path: _file_handler(_FOLDER / file, kind) for path, (file, kind) in _FILES.items()},
+    **{path: _file_handler(file, kind) for path, (file, kind) in _FILES.items()},
     **{path: _page_handler(name, title) for path, (name, title) in _PAGES.items()},
 }
 

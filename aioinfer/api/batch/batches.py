@@ -247,14 +247,14 @@ def _fail(batch: BatchObject, error: Exception) -> None:
     batch.errors = BatchFaults(data=[fault])
 
 
-BATCHES: web.AppKey[Batches | None] = web.AppKey("batches")
+BATCHES = web.AppKey("batches", Batches)
 
 
 def add_batches(app: web.Application) -> None:
-    """Adds batches to an application that has its frontend, accounts and store. They begin when it
-    starts."""
-    store = app[FILES]
-    app[BATCHES] = None if store is None else Batches(app, store)
+    """Adds batches to an application that has its frontend and accounts, where it has a store of
+    files. They begin when it starts."""
+    if (store := app[FILES]) is not None:
+        app[BATCHES] = Batches(app, store)
 
 
 async def create_batch(request: web.Request, body: CreateBatch) -> BatchObject:
@@ -272,6 +272,4 @@ async def cancel_batch(request: web.Request) -> BatchObject:
 
 def _require(request: web.Request) -> Batches:
     objects.require_files(request)
-    batches = request.app[BATCHES]
-    assert batches is not None
-    return batches
+    return request.app[BATCHES]

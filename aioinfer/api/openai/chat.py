@@ -163,9 +163,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
     ) -> ChatCompletion:
         """See `Dialect.whole`."""
         (output,), body = outputs, self.body
-        scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
-        if num_top is not None and scores is not None:
-            of_prompt = await prompt_logprobs(self.names, scores, num_top)
+        num_top = body.prompt_logprobs
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         reply = ChatCompletion(
             **self.envelope,
@@ -173,7 +171,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
                 await self._choice(output, index, delta) for index, delta in enumerate(choices)
             ],
             usage=usage(outputs, num_tokens, self._count_thought),
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=await prompt_logprobs(self.names, output.prompt_scores, num_top),
             prompt_token_ids=self.turn.prompt if self.with_ids else UNSET,
         )
         if body.store:
@@ -251,11 +249,11 @@ class ChatWriter(ChunkWriter):
 
     def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
         """See `ChunkWriter.choices`."""
-        reason, fields, new = delta.finish_reason, self.fields(delta), self._parser.feed(delta.text)
         if not self._parses:
-            if fields or delta.text or reason is None:
-                yield replace(self.shown(delta.text), **fields)
-        elif fields or new:
+            yield from super().choices(delta)
+            return
+        reason, fields, new = delta.finish_reason, self.fields(delta), self._parser.feed(delta.text)
+        if fields or new:
             yield replace(self.empty, delta=self._delta(new), **fields)
         if reason is None:
             return

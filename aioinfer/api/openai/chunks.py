@@ -188,8 +188,7 @@ class ChunkWriter(ChoiceWriter):
         body = dialect.body
         self._names, self._chunk = dialect.names, dialect.chunk
         self._prompt_token_ids = prompt if dialect.with_ids else None
-        has_usage = body.include_usage and body.continuous_usage
-        self._usage_of = output if has_usage else None
+        self._usage_of = output if body.include_usage and body.continuous_usage else None
         self._is_open = False
         #: The bytes around the text of a chunk that has a text alone, and their number, once all
         #: tokens have such chunks.
@@ -235,8 +234,13 @@ class ChunkWriter(ChoiceWriter):
         return ()
 
     def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
-        """Yields the choice as the chunks of a delta have it."""
-        raise NotImplementedError
+        """Yields the choice as the chunks of a delta have it; by default its text is shown as it
+        is."""
+        reason, fields = delta.finish_reason, self.fields(delta)
+        if fields or delta.text or reason is None:
+            yield replace(self.shown(delta.text), **fields)
+        if reason is not None:
+            yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
 
     def shown(self, text: str) -> ChunkChoice:
         """Returns the choice with a text that is appended."""

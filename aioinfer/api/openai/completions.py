@@ -158,7 +158,10 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         n = self._params.n
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         best = _best(choices, self._num_candidates, self._params)
-        of_prompts = [await self._of_prompt(output) for output in outputs]
+        num_top = self.body.prompt_logprobs
+        of_prompts = [
+            await prompt_logprobs(self.names, each.prompt_scores, num_top) for each in outputs
+        ]
         return Completion(
             **self.envelope,
             choices=[
@@ -183,13 +186,6 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         if not generated:
             return None
         return await formatted(generated, partial(completion_logprobs, self.names, generated, 0))
-
-    async def _of_prompt(self, output: RequestOutput) -> Any:
-        """Returns vLLM's `prompt_logprobs`, if the request has it."""
-        scores, num_top = output.prompt_scores, self.body.prompt_logprobs
-        if num_top is None or scores is None:
-            return None
-        return await prompt_logprobs(self.names, scores, num_top)
 
 
 class CompletionWriter(ChunkWriter):
@@ -229,15 +225,12 @@ class CompletionWriter(ChunkWriter):
         if self._echo:
             yield self.event(replace(self.shown(self._echo), logprobs=self._echo_logprobs))
 
-    def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
-        """See `ChunkWriter.choices`."""
-        reason, fields = delta.finish_reason, self.fields(delta)
+    def fields(self, delta: Delta) -> dict[str, Any]:
+        """See `ChunkWriter.fields`; the first chunk has the ids of the prompt."""
+        found = super().fields(delta)
         if self._prompt_token_ids:
-            fields["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, ()
-        if fields or delta.text or reason is None:
-            yield replace(self.shown(delta.text), **fields)
-        if reason is not None:
-            yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
+            found["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, ()
+        return found
 
     def shown(self, text: str) -> ChunkChoice:
         """See `ChunkWriter.shown`."""

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -81,6 +81,17 @@ class PoolingDialect(Dialect[B]):
         hidden_size] of all of its tokens, in words. A list of items is its last field, `data`."""
         raise NotImplementedError
 
+    def vector(
+        self,
+        state: F32,
+        size: int | None,
+        normalize: bool | None,
+        write: Callable[[F32], bytes] | None = None,
+    ) -> Any:
+        """Returns an embedding, the first `size` numbers of it, as JSON that `write` makes, by
+        default a list. Of several [P, hidden_size] that is a list of lists."""
+        return msgspec.Raw((write or numbers_json)(self.pooling.embedding(state, size, normalize)))
+
     def fields(self) -> dict[str, Any]:
         """Returns the fields that vLLM's replies have in common."""
         fields = {"id": self.id, "created": int(time.time())}
@@ -145,13 +156,9 @@ class _InputDialect(PoolingDialect[IB]):
         """See `PoolingDialect.prompts`."""
         body, frontend, prefix = self.body, self.frontend, ""
         if isinstance(body, bodies.EmbeddingBody):
-            size = self.pooling.embedding_size(frontend.hidden_size)
-            if body.dimensions is not None and body.dimensions > size:
-                raise FieldError(
-                    "dimensions", f"is {body.dimensions}, and this model's embeddings have {size}"
-                )
+            self.pooling.check_dimensions(body.dimensions, frontend.hidden_size)
             prefix = self.pooling.prompt(body.prompt_name)
-        given = body.inputs()
+        given = body.prompts()
         if body.messages is not None:
             messages, options = await template_messages(body.messages), body.template_options()
             given = [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
@@ -176,10 +183,8 @@ class EmbeddingDialect(_InputDialect[ER]):
     def vectors(self, states: list[F32], normalize: bool | None) -> Iterator[Any]:
         """Yields the JSON of each embedding: a list of numbers, or the text of its base64; of
         several [P, hidden_size] a list of lists, or one text."""
-        written = to_base64 if self.body.encoding_format == "base64" else numbers_json
-        for state in states:
-            found = self.pooling.embedding(state, self.body.dimensions, normalize)
-            yield msgspec.Raw(written(np.ascontiguousarray(found)))
+        write = to_base64 if self.body.encoding_format == "base64" else numbers_json
+        return (self.vector(state, self.body.dimensions, normalize, write) for state in states)
 
 
 class StatesDialect(EmbeddingDialect[bodies.PoolingRequest]):
@@ -210,13 +215,9 @@ class OllamaEmbedDialect(_InputDialect[bodies.OllamaEmbedRequest]):
 
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        embed, size = self.pooling.embedding, self.body.dimensions
-        vectors: list[Any] = [
-            msgspec.Raw(numbers_json(embed(state, size, True))) for state in states
-        ]
         return bodies.OllamaEmbeddings(
             model=self.model_name,
-            embeddings=vectors,
+            embeddings=[self.vector(state, self.body.dimensions, True) for state in states],
             total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
             load_duration=0,
             prompt_eval_count=self.usage.prompt_tokens,
@@ -232,9 +233,8 @@ class OllamaEmbeddingDialect(_InputDialect[bodies.OllamaEmbeddingsRequest]):
 
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        vector = self.pooling.embedding(states[0], self.body.dimensions, False)
-        written: Any = msgspec.Raw(numbers_json(vector))
-        return bodies.OllamaEmbedding(embedding=written)
+        vector = self.vector(states[0], self.body.dimensions, False)
+        return bodies.OllamaEmbedding(embedding=vector)
 
 
 class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):

@@ -24,6 +24,7 @@ class PoolingBody(protocol.PromptsBody, kw_only=True):
     user: protocol.Ignored = None
 
     def check(self) -> None:
+        super().check()
         protocol.check_truncation(self.truncate_prompt_tokens)
 
 
@@ -50,16 +51,10 @@ class InputBody(PoolingBody, kw_only=True):
             protocol.check_messages(self.messages)
         elif self.input is None:
             raise FieldError("input", "is missing", "missing_required_parameter")
-        else:
-            protocol.check_prompts(self.input, "input")
 
     @property
-    def num_prompts(self) -> int:
-        return 1 if self.input is None else len(self.inputs())
-
-    def inputs(self) -> list[protocol.Prompt]:
-        """Returns the inputs one by one; none of `messages`."""
-        return [] if self.input is None else protocol.split_prompts(self.input)
+    def prompt_field(self) -> str:
+        return "" if self.input is None else "input"
 
     def template_options(self) -> dict[str, Any]:
         """Returns the arguments of `Frontend.encode_chat` besides the messages."""
@@ -105,17 +100,10 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     """`POST /pooling`."""
 
     pooling_type: Literal["last", "mean", "cls", "all"] | None = None
-    task: str | None = None
+    task: Literal["embed", "token_embed"] | None = None
 
     def check(self) -> None:
         super().check()
-        if self.task not in (None, "embed", "token_embed"):
-            raise RequestError(
-                f"Unsupported task: {self.task[:40]!r}; it may be 'embed' or 'token_embed', and "
-                "/classify has classes",
-                param="task",
-                code="unsupported_parameter",
-            )
         if self.task == "token_embed" and self.pooling_type not in (None, "all"):
             raise RequestError(
                 f"token_embed has a vector for each token, and pooling_type is "
