@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from aioinfer.api.anthropic import CountTokensRequest
+from aioinfer.errors import RequestError
 
 
 def conversation(*messages: dict[str, Any]) -> list[dict[str, Any]]:
@@ -57,3 +58,68 @@ def test_all_thoughts_of_an_answer_stay_in_it() -> None:
     thoughts = [{"type": "thinking", "thinking": text} for text in ("One.", "Two.")]
     (message,) = conversation({"role": "assistant", "content": thoughts})
     assert message["reasoning_content"] == "One.\nTwo."
+
+
+TEXT = {"type": "text", "media_type": "text/plain", "data": "The Seine."}
+BLOCKS = {
+    "type": "content",
+    "content": [{"type": "text", "text": "The "}, {"type": "text", "text": "Seine."}],
+}
+RESULT = {"type": "search_result", "source": "https://a.org", "title": "Rivers"}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": TEXT}, "The Seine."),
+        (
+            {"type": "document", "source": TEXT, "title": "Rivers", "context": "Of France."},
+            "Rivers\nOf France.\n\nThe Seine.",
+        ),
+        (
+            {
+                "type": "document",
+                "source": BLOCKS,
+                "title": "Rivers",
+                "citations": {"enabled": False},
+            },
+            "Rivers\n\nThe \nSeine.",
+        ),
+        ({"type": "document", "source": {"type": "content", "content": "x"}}, "x"),
+        (RESULT | {"content": BLOCKS["content"]}, "Rivers\nhttps://a.org\n\nThe \nSeine."),
+    ],
+)
+def test_documents_are_texts(block: dict[str, Any], text: str) -> None:
+    """In messages and in results of tools."""
+    asked = {"type": "text", "text": "Which river?"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [block, asked]}
+    for content, role in (([block, asked], "user"), ([result], "tool")):
+        (message,) = conversation({"role": "user", "content": content})
+        assert (message["role"], message["content"]) == (role, f"{text}\nWhich river?")
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}},
+            r"content\[0\]\.source\.type documents of type 'base64' are not .*: a PDF has",
+        ),
+        ({"type": "document", "source": {"type": "url", "url": "https://a.org"}}, "type 'url'"),
+        ({"type": "document", "source": {"type": "file", "file_id": "a"}}, "type 'file'"),
+        ({"type": "document", "source": {"type": "text"}}, r"\[0\]\.source\.data is missing"),
+        ({"type": "document"}, r"\[0\]\.source must be an object"),
+        (RESULT, r"\[0\]\.content is missing"),
+        (
+            {"type": "document", "source": TEXT, "citations": {"enabled": True}},
+            r"\[0\]\.citations are not supported here",
+        ),
+        (
+            {"type": "document", "source": {"type": "content", "content": [RESULT]}},
+            r"source\.content\[0\]: a block of type 'search_result' is not supported",
+        ),
+    ],
+)
+def test_documents_that_are_refused(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        conversation({"role": "user", "content": [block]})

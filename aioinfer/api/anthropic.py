@@ -40,6 +40,10 @@ _TEXT_EVENT = (
 )
 
 
+#: Types of blocks with texts beside the conversation.
+_DOCUMENTS = ("document", "search_result")
+
+
 class CacheControl(Struct, kw_only=True):
     """For how long the prompt is to stay in the prefix cache."""
 
@@ -52,13 +56,21 @@ class CacheControl(Struct, kw_only=True):
         return _HOUR_S if self.ttl == "1h" else RETAIN_S
 
 
-class ImageSource(Struct, kw_only=True):
-    """Where a picture is: in the block as base64, or at a URL."""
+class Source(Struct, kw_only=True):
+    """Where a picture is, in the block as base64 or at a URL; or the content of a document, as a
+    text or in blocks."""
 
-    type: Literal["base64", "url"]
+    type: str
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
+    content: str | list[ContentBlock] | None = None
+
+
+class Citations(Struct, kw_only=True):
+    """Whether the answer is to quote a document."""
+
+    enabled: bool = False
 
 
 class ContentBlock(Struct, kw_only=True):
@@ -72,21 +84,49 @@ class ContentBlock(Struct, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
-    source: ImageSource | None = None
+    source: Source | str | None = None
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | list[Any] | None = None
     cache_control: CacheControl | None = None
 
     def picture(self, place: str) -> MediaSource:
         """Returns the block's picture. Raises `RequestError` if its source lacks something."""
         source = self.source
-        if source is not None and source.type == "url" and source.url is not None:
+        if isinstance(source, Source) and source.type == "url" and source.url is not None:
             return MediaSource(f"{place}.source.url", source.url)
-        if source is None or source.type != "base64" or source.data is None:
+        if not isinstance(source, Source) or source.type != "base64" or source.data is None:
             raise FieldError(
                 f"{place}.source", "must be of type 'base64' with data, or of type 'url'"
             )
         if source.media_type is not None and not source.media_type.startswith("image/"):
             raise FieldError(f"{place}.source.media_type", "must be an image's")
         return MediaSource(f"{place}.source.data", source.data, is_base64=True)
+
+    def document(self, place: str) -> list[str | MediaSource]:
+        """Returns the texts and pictures of a document or a search result, with what is known of it
+        in front. Raises `RequestError` for documents that are no text."""
+        if isinstance(self.citations, Citations) and self.citations.enabled:
+            text, code = "are not supported here", "unsupported_parameter"
+            raise FieldError(f"{place}.citations", text, code)
+        source, content, where = self.source, self.content, f"{place}.content"
+        about = [self.title, self.context]
+        if self.type == "search_result":
+            about = [self.title, source if isinstance(source, str) else None]
+        elif not isinstance(source, Source):
+            raise FieldError(f"{place}.source", "must be an object")
+        elif source.type == "text":
+            content, where = source.data, f"{place}.source.data"
+        elif source.type == "content":
+            content, where = source.content, f"{place}.source.content"
+        else:
+            what = f"of type {source.type[:40]!r} are not supported, only 'text' and 'content'"
+            text = f"documents {what}: a PDF has to be sent as its text"
+            raise FieldError(f"{place}.source.type", text, "unsupported_parameter")
+        if content is None:
+            raise FieldError(where, "is missing", "missing_required_parameter")
+        head = "".join(f"{line}\n" for line in about if line)
+        return [*([head] if head else []), *_parts(content, where, with_pictures=True)]
 
 
 class InputMessage(Struct, kw_only=True):
@@ -245,21 +285,38 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _plain(
-    content: str | list[ContentBlock], where: str, *, with_pictures: bool = False
+    content: str | list[ContentBlock], where: str, *, with_media: bool = False
 ) -> TemplateContent:
-    """Returns content that may hold no other blocks than texts, and pictures if need be."""
+    """Returns content that may hold no other blocks than texts; with media also pictures,
+    documents and search results."""
     if isinstance(content, str):
         return content
-    parts: list[str | MediaSource] = []
+    return template_content(
+        _parts(content, where, with_pictures=with_media, with_documents=with_media)
+    )
+
+
+def _parts(
+    content: str | list[ContentBlock],
+    where: str,
+    *,
+    with_pictures: bool = False,
+    with_documents: bool = False,
+) -> Iterator[str | MediaSource]:
+    """Yields the texts and pictures of a content. Raises `RequestError` for other blocks."""
+    if isinstance(content, str):
+        yield content
+        return
     for index, block in enumerate(content):
         place = f"{where}[{index}]"
         if with_pictures and block.type == "image":
-            parts.append(block.picture(place))
+            yield block.picture(place)
+        elif with_documents and block.type in _DOCUMENTS:
+            yield from block.document(place)
         elif block.type == "text" and block.text is not None:
-            parts.append(block.text)
+            yield block.text
         else:
             raise _unsupported(block, place)
-    return template_content(parts)
 
 
 def _unsupported(block: ContentBlock, place: str) -> RequestError:
@@ -283,6 +340,8 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
                 parts.append(block.text or "")
             case "image", "user":
                 parts.append(block.picture(place))
+            case "document" | "search_result", "user":
+                parts += block.document(place)
             case "tool_use", "assistant" if block.name:
                 function = {"name": block.name, "arguments": block.input or {}}
                 call = {"type": "function", "id": block.id or "", "function": function}
@@ -292,7 +351,7 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
             case "redacted_thinking", "assistant":
                 pass
             case "tool_result", "user":
-                result = _plain(block.content or "", f"{place}.content", with_pictures=True)
+                result = _plain(block.content or "", f"{place}.content", with_media=True)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             case _:
                 raise _unsupported(block, place)

@@ -187,6 +187,10 @@ async def test_errors_have_anthropics_shape(client: anthropic.AsyncAnthropic) ->
         await client.messages.create(**USUAL, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         await client.messages.create(**USUAL | {"model": "other"}, messages=ASK)
+    source: Any = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    pdf: Any = {"type": "document", "source": source}
+    with pytest.raises(anthropic.BadRequestError, match="a PDF has to be sent as its text"):
+        await client.messages.create(**USUAL, messages=[{"role": "user", "content": [pdf]}])
     broken: Any = [{"name": "f", "input_schema": {"type": "frob"}}]
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema"):
         await client.messages.create(**CALL | {"tools": broken})
