@@ -215,7 +215,8 @@ class Watched(list[Item]):
         return super().__iter__()
 
 
-async def test_much_that_is_stored_is_searched_in_a_thread(served: Served) -> None:
+async def test_much_that_is_stored(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is searched in a thread, and no prompt is made of more than a body might hold."""
     assert served.server._application is not None
     stored = served.server._application.app[store.OBJECT_STORE]
     items = Watched(Item(id=f"msg_{n}", role="user", content=f"{n}") for n in range(300))
@@ -233,6 +234,10 @@ async def test_much_that_is_stored_is_searched_in_a_thread(served: Served) -> No
     record = stored.find("anonymous", "response", next["id"])
     assert record.num_bytes - store.json_size(record.body) == record.item_bytes > 0
     assert abs(record.item_bytes - store.json_size(record.items)) < 8  # brackets and commas
+    monkeypatch.setattr(responses, "MAX_VALUES", 299)
+    refused = await served.post("/v1/responses", 400, **body, conversation=kept.id)
+    assert refused["error"]["param"] == "conversation"
+    assert "more than 299 items" in refused["error"]["message"]
     stored.remove("anonymous", "conversation", kept.id)
 
 

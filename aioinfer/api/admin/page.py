@@ -26,7 +26,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
-from aioinfer.api.context import MODELS, STREAM_HEADERS, encode, frontend_of
+from aioinfer.api.context import MODELS, STREAM_HEADERS, frontend_of
+from aioinfer.api.generation import data_event
 from aioinfer.config_sections import SAMPLING_DEFAULTS
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import StepRecord
@@ -269,7 +270,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                         state.model = owner.config.served_model_names[0]
                         state.asleep = owner.control.sleep_level > 0
                 event = LiveEvent(time=time.perf_counter(), engines=states)
-                await response.write(b"data: " + encode(event) + b"\n\n")
+                await response.write(data_event(event))
                 last_steps = [
                     state.log[-1].step_id if state.log else last
                     for state, last in zip(states, last_steps, strict=True)

@@ -23,7 +23,6 @@ from aioinfer.api.context import (
     MODELS,
     RATE_LIMITER,
     REQUEST_BODIES,
-    encode,
     frontend_of,
     name_model,
 )
@@ -32,7 +31,7 @@ from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import error_event, json_response
 from aioinfer.api.event_stream import EventStream
 from aioinfer.api.form import chunks_of, receive_form
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import Generation, data_event
 from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.engine.output import Delta
 from aioinfer.engine.sources import SourcePrompt
@@ -308,8 +307,8 @@ class Transcript:
                 text = text if texts else text.lstrip()
                 if text:
                     texts.append(text)
-                    await response.write(_event(TextDelta(delta=text)))
-            await response.write(_event(TextDone(text="".join(texts), usage=self._usage)))
+                    await response.write(data_event(TextDelta(delta=text)))
+            await response.write(data_event(TextDone(text="".join(texts), usage=self._usage)))
         except ConnectionError:  # the client is gone
             raise
         except Exception as error:
@@ -386,10 +385,6 @@ async def _in_order(outputs: Sequence[RequestOutput]) -> AsyncIterator[Delta]:
     for output in outputs:
         async for delta in output:
             yield delta
-
-
-def _event(event: Struct) -> bytes:
-    return b"data: %b\n\n" % encode(event)
 
 
 def _srt(segments: Sequence[Segment]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from aioinfer.api.batch.store import (
     page_of,
 )
 from aioinfer.api.context import STREAM_HEADERS, frontend_of
+from aioinfer.api.decoding import MAX_VALUES
 from aioinfer.api.delivery import submitted
 from aioinfer.api.errors import describe, json_response, renamed
 from aioinfer.api.event_stream import stream_state
@@ -62,7 +63,7 @@ from aioinfer.api.openai.responses_body import (
     to_messages,
 )
 from aioinfer.engine.chat_turn import are_whole, encode_turn, new_call_id, num_thought_tokens
-from aioinfer.errors import OverloadedError, RequestError
+from aioinfer.errors import FieldError, OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
 from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
@@ -122,6 +123,9 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         not fit. Raises `RequestError` also if an object is not stored that the body names."""
         frontend, body = self.frontend, self.body
         before, num_bytes = self._items_before()
+        if len(before) > MAX_VALUES:
+            field = "previous_response_id" if body.conversation is None else "conversation"
+            raise FieldError(field, f"has more than {MAX_VALUES} items: begin another one")
         given = body.input
         if isinstance(given, list):
             given = await self._referred(given)
