@@ -49,6 +49,6 @@ def test_long_lists_of_token_ids() -> None:
 
 def test_texts_of_both_sides() -> None:
     raw = json.dumps({"text_1": "a", "text_2": ["b", "c"]}).encode()
-    assert decode(raw, ScoreRequest).texts() == (["a"], ["b", "c"])
+    assert decode(raw, ScoreRequest).sides() == {"text_1": ["a"], "text_2": ["b", "c"]}
     documents = {"query": "a", "documents": ["b", {"text": "c"}]}
     assert decode(json.dumps(documents).encode(), RerankRequest).contents() == ["b", "c"]

@@ -177,9 +177,8 @@ def _decode_again(
 
     Raises `RequestError` naming the field by its path, such as `messages[0].role`.
     """
-    if not isinstance(error, msgspec.ValidationError):
-        raise as_request_error(error, raw) from error
-    if (given := _members(raw)) is None:
+    given = _members(raw) if isinstance(error, msgspec.ValidationError) else None
+    if given is None:
         raise as_request_error(error, raw) from error
     repaired = msgspec.json.encode(_repaired(given, kind, "", ignores_unknown))
     try:

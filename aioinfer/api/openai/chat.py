@@ -298,11 +298,10 @@ def _call(id: str, name: str, arguments: str, index: int | UnsetType = UNSET) ->
 
 def _stored(id: str, body: ChatRequest) -> list[StoredMessage]:
     """Returns the messages of a chat as they are stored with the reply of this id."""
-    return [_stored_message(f"{id}-{number}", each) for number, each in enumerate(body.messages)]
-
-
-def _stored_message(id: str, message: Message) -> StoredMessage:
-    stored = StoredMessage(id=id, **asdict(message))
-    if isinstance(message.content, list):
-        stored.content, stored.content_parts = message.for_template()["content"], message.content
-    return stored
+    found = []
+    for number, message in enumerate(body.messages):
+        stored = StoredMessage(id=f"{id}-{number}", **asdict(message))
+        if isinstance(parts := message.content, list):
+            stored.content, stored.content_parts = message.for_template()["content"], parts
+        found.append(stored)
+    return found

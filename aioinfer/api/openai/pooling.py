@@ -336,11 +336,12 @@ class ScoreDialect(_Scoring[bodies.ScoreRequest]):
 
     def __init__(self, request: web.Request, body: bodies.ScoreRequest):
         super().__init__(request, body)
-        self.first_param, self.param = body.side_names()
+        self.first_param, self.param = body.sides()
 
     def texts(self) -> tuple[list[str], list[str]]:
         """See `_Scoring.texts`."""
-        return self.body.texts()
+        first, second = self.body.sides().values()
+        return first, second
 
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""

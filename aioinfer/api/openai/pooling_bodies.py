@@ -177,7 +177,7 @@ class ScoreRequest(ScoringBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        first, second = self.texts()
+        first, second = self.sides().values()
         if len(first) not in (1, len(second)):
             raise FieldError(
                 "text_1",
@@ -187,31 +187,21 @@ class ScoreRequest(ScoringBody, kw_only=True):
 
     @property
     def num_prompts(self) -> int:
-        return sum(map(len, self.texts()))
+        return sum(map(len, self.sides().values()))
 
-    def texts(self) -> tuple[list[str], list[str]]:
-        """Returns the texts of both sides. Raises `RequestError` naming a side that is missing or
-        given twice."""
-        first, second = map(self._side, _SIDES)
-        return first, second
-
-    def side_names(self) -> tuple[str, str]:
-        """Returns the names under which the sides were given."""
-        first, second = (
-            name if getattr(self, name) is not None else other for name, other in _SIDES
-        )
-        return first, second
-
-    def _side(self, names: tuple[str, ...]) -> list[str]:
-        given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
-        if not given:
-            raise FieldError(names[0], "is missing", "missing_required_parameter")
-        if len(given) > 1:
-            raise RequestError(
-                f"{given[0][0]} and {given[1][0]} are the same side", param=given[1][0]
-            )
-        texts = given[0][1]
-        return [texts] if isinstance(texts, str) else texts
+    def sides(self) -> dict[str, list[str]]:
+        """Returns the texts of the first and of the second side, by the names under which they were
+        given. Raises `RequestError` naming a side that is missing or given twice."""
+        found: dict[str, list[str]] = {}
+        for name, other in _SIDES:
+            given = self.given(name, other)
+            if not given:
+                raise FieldError(name, "is missing", "missing_required_parameter")
+            if len(given) > 1:
+                raise RequestError(f"{name} and {other} are the same side", param=other)
+            for field, texts in given.items():
+                found[field] = [texts] if isinstance(texts, str) else texts
+        return found
 
 
 class Document(Struct, kw_only=True):
