@@ -13,18 +13,22 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.tensor_memory import find_tensors
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.weight_update import WeightUpdate
 from tests.paged_model import PagedModel, load_model
 from tests.scaled_models import layouts, write
+from tests.test_rank_memory import memory_of_host
 from tests.tiny_models import FAMILIES, tiny_model
 
 PROMPT = [7, 3, 250, 41, 9, 90]
 
 
-def load(folder: Path, quantization: str = "auto") -> BuiltModel:
+def load(
+    folder: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32
+) -> BuiltModel:
     with torch.inference_mode():
-        model = load_model(folder, ParallelGroup.single(), quantization=quantization)
+        model = load_model(folder, ParallelGroup.single(), dtype, quantization=quantization)
     assert isinstance(model, BuiltModel)
     return model
 
@@ -91,6 +95,33 @@ def test_a_model_computes_with_the_weights_of_another_checkpoint(
             update.take(tensors[number : number + 3])
         update.finish()
     assert_same(logits_of(model), before)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+@torch.inference_mode()
+def test_sleep_at_level_2_takes_no_memory_and_keeps_no_weights(
+    checkpoint: Callable[[str, int], Path], quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of float8 weights that no kernel reads: they are kept in bfloat16."""
+    model, other = (load(checkpoint("qwen3", n), quantization, torch.bfloat16) for n in (0, 1))
+    memory = memory_of_host(monkeypatch)
+    memory.take_weights([model])
+    memory.begin_service()
+    addresses = [each.data_ptr() for each in weights_of(model)]
+    memory.sleep(WeightUpdate(model).release())
+    assert [each.data_ptr() for each in weights_of(model)] == addresses
+    begin = min(each.data_ptr() for each in find_tensors([model]) if each.numel())
+    kept = {begin + place.start for place in memory._kept}
+    assert kept.isdisjoint(each.data_ptr() for each in weights_of(model) if each.ndim > 1)
+    memory.note_update()
+    memory.wake_up(["weights"])
+    WeightUpdate(model).read(checkpoint("qwen3", 1))
+    assert all(map(torch.equal, weights_of(model), weights_of(other)))
+    assert [each.data_ptr() for each in weights_of(model)] == addresses
+
+
+def weights_of(model: BuiltModel) -> list[torch.Tensor]:
+    return [each for each in find_tensors(form.layer for form in model.forms) if each.numel()]
 
 
 def test_a_quantized_checkpoint_is_not_loaded_again(tmp_path: Path) -> None:

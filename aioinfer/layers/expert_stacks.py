@@ -36,7 +36,7 @@ from aioinfer.kernels.quantize import GROUP, InputFormat
 from aioinfer.kernels.scaled_product import ALIGNMENT
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats import make_weight
-from aioinfer.layers.formats.base import Weight
+from aioinfer.layers.formats.base import Droppable, Weight
 from aioinfer.layers.formats.dense import DenseWeight
 from aioinfer.layers.formats.grouped import GroupedWeight
 from aioinfer.layers.formats.mxfp4 import MXFP4Weight
@@ -78,7 +78,7 @@ class ProjectionShape:
 _Part = TypeVar("_Part", bound=Weight)
 
 
-class ProjectionStack(ABC, Generic[_Part]):
+class ProjectionStack(Droppable, ABC, Generic[_Part]):
     """The weights of one projection of all experts of a layer that this rank has.
 
     Attributes:
@@ -134,6 +134,10 @@ class DenseStack(ProjectionStack[DenseWeight]):
             for sources, memory in zip(shape.sources, self._memory, strict=True)
         ]
 
+    def drop(self) -> list[torch.Tensor]:
+        """See `Droppable.drop`."""
+        return [self._memory]
+
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`."""
         self._parts = []
@@ -158,6 +162,10 @@ class DequantizedStack(ProjectionStack[Weight]):
             make_weight(sources, shape.columns, plain, self._quantization)
             for sources in shape.sources
         ]
+
+    def drop(self) -> list[torch.Tensor]:
+        """See `Droppable.drop`."""
+        return [] if self._dequantized is None else [self._dequantized]
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`."""
@@ -192,6 +200,10 @@ class ScaledStack(ProjectionStack[ScaledWeight]):
             ScaledWeight(sources, shape.columns, backend, scheme, values)
             for sources, values in zip(shape.sources, self._values, strict=True)
         ]
+
+    def drop(self) -> list[torch.Tensor]:
+        """See `Droppable.drop`: the scales stay."""
+        return [self._values]
 
     @staticmethod
     def supports(shape: ProjectionShape, backend: Backend, scheme: ScaledScheme) -> bool:

@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from aioinfer.layers.parallel import ParallelGroup
 _ALIGNMENT = 512
 #: What models refer to and does not belong to them.
 _FOREIGN = (Backend, ParallelGroup, Extending, type, types.ModuleType, weakref.ref)
+_Found = TypeVar("_Found")
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 
@@ -28,19 +29,25 @@ def padded(size: int) -> int:
 
 
 def find_tensors(owners: Iterable[object]) -> list[torch.Tensor]:
-    """Returns all tensors that objects refer to, directly or through other objects: through
-    attributes, containers, closures and bound arguments, but not through `_FOREIGN` ones."""
+    """Returns all tensors that objects refer to; see `find_all`."""
+    return find_all(owners, torch.Tensor)
+
+
+def find_all(owners: Iterable[object], kind: type[_Found]) -> list[_Found]:
+    """Returns all objects of a class that objects are or refer to, directly or through other
+    objects: through attributes, containers, closures and bound arguments, but not through
+    `_FOREIGN` ones, tensors, or what is found."""
     seen: set[int] = set()
-    found: list[torch.Tensor] = []
+    found: list[_Found] = []
     stack: list[Any] = list(owners)[::-1]
     while stack:
         each = stack.pop()
         if isinstance(each, _PLAIN) or id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, torch.Tensor):
+        if isinstance(each, kind):
             found.append(each)
-        elif not isinstance(each, _FOREIGN):
+        elif not isinstance(each, (torch.Tensor, *_FOREIGN)):
             stack.extend(_referents(each))
     return found
 

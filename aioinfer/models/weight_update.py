@@ -27,11 +27,13 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.convolution import Convolution
 from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.embedding import Embedding, LearnedPositions
+from aioinfer.layers.formats.base import Droppable
 from aioinfer.layers.norm import GroupRMSNorm, HeadLayerNorms, LayerNorm, RMSNorm
 from aioinfer.layers.part_maker import Loadable
 from aioinfer.layers.per_layer import StreamScale
 from aioinfer.layers.recurrence import HeadDecay
 from aioinfer.layers.shards import HeadVector, WeightShard
+from aioinfer.layers.tensor_memory import find_all
 from aioinfer.models.loader import (
     READING_THREADS,
     as_stored,
@@ -94,6 +96,13 @@ class LayerForm:
             self.layer.begin_reload()  # type: ignore[attr-defined]
         known = self.names
         return [as_stored(name, shard, known) for name, shard in self.layer.weight_shards()]
+
+    def drop(self) -> list[torch.Tensor]:
+        """Gives up the weights, which are to be loaded again; see `Droppable.drop`. Small tensors
+        beside a weight, such as biases and scales, stay."""
+        if isinstance(self.layer, _READY):
+            return [shard.destination for _, shard in self.layer.weight_shards()]
+        return [tensor for weight in find_all([self.layer], Droppable) for tensor in weight.drop()]
 
 
 class LoadedModel(Protocol):
@@ -172,9 +181,9 @@ class WeightUpdate:
         self._waiting: dict[int, dict[str, torch.Tensor]] = {}
 
     def release(self) -> list[torch.Tensor]:
-        """Drops all weights, which are to be loaded next. Returns the memory that they are loaded
-        into; what a CPU has repacked is freed."""
-        return [shard.destination for form in self._forms for _, shard in form.begin()]
+        """Gives up all weights, which are to be loaded next. Returns the memory that they are in
+        then, and takes none; what a CPU has repacked is freed."""
+        return [tensor for form in self._forms for tensor in form.drop()]
 
     def read(self, folder: Path) -> None:
         """Loads all weights from a checkpoint. Raises as `check_folder`, and changes nothing."""

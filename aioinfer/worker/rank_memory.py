@@ -203,6 +203,7 @@ class VirtualRankMemory(RankMemory):
                 self.asleep.discard(tag)
 
     def _map(self, ranges: Sequence[VirtualMemory], tag: str) -> None:
+        torch.cuda.empty_cache()  # what an update of the weights has left there
         try:
             for memory in ranges:
                 memory.map()

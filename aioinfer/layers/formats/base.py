@@ -99,7 +99,16 @@ def epilogue_of(operation: Operation, norm: Norm | None, total: torch.Tensor) ->
             return Epilogue(norm, gate="silu")
 
 
-class Weight(ABC):
+class Droppable:
+    """What has weights that may be loaded again."""
+
+    def drop(self) -> list[torch.Tensor]:
+        """Gives up the values of weights that were finalized, until they are loaded again; what a
+        CPU has repacked is freed. Returns the memory that products read, and takes none."""
+        raise NotImplementedError
+
+
+class Weight(Droppable, ABC):
     """The weight of one linear layer on one rank: `out` output features of `in` input features.
 
     Args:

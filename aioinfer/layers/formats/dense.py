@@ -117,6 +117,11 @@ class DenseWeight(Weight):
         if self._packed is not None:
             self.weight = None
 
+    def drop(self) -> list[torch.Tensor]:
+        """See `Droppable.drop`."""
+        self._packed = None
+        return [] if self.weight is None else [self.weight]
+
     def begin_reload(self) -> None:
         """See `Weight.begin_reload`. A weight that was repacked gets memory to be loaded into, and
         its layout is dropped."""

@@ -106,6 +106,10 @@ class KernelScaledWeight(ScaledWeight):
             self._format = InputFormat(DTYPES[self._scheme.kind], is_grouped, static)
         self.release()
 
+    def drop(self) -> list[torch.Tensor]:
+        """See `Droppable.drop`: the scales stay."""
+        return [self.matrix.values]
+
     def begin_reload(self) -> None:
         """See `Weight.begin_reload`."""
         self._make_room(None if self._loaded is None else self._loaded.values)

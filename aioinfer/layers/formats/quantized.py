@@ -65,13 +65,24 @@ class QuantizedWeight(Weight):
     def finalize(self) -> None:
         """Dequantizes the weight, in the backend's dtype; one that is loaded again goes into the
         memory that `begin_reload` of the dense one has prepared."""
+        if self._dense is not None:
+            self.dequantize_into(self._dense.loaded)
+            self.release()
+            self._dense.finalize()
+            return
         weight = self.dequantized().to(self._backend.dtype)
         self.release()
+        self._use(make_dense(self._sources, self._columns, self._backend, weight))
+
+    def dequantize_into(self, target: torch.Tensor) -> None:
+        """Writes the loaded weight to `target` [out, in], its rows in checkpoint order."""
+        target.copy_(self.dequantized())
+
+    def drop(self) -> list[torch.Tensor]:
+        """See `Droppable.drop`."""
         if self._dense is None:
-            self._use(make_dense(self._sources, self._columns, self._backend, weight))
-        else:
-            self._dense.loaded.copy_(weight)
-            self._dense.finalize()
+            raise NotImplementedError
+        return self._dense.drop()
 
     def _use(self, dense: DenseWeight) -> None:
         """Computes with a dense weight from now on, which this finalizes."""

@@ -126,11 +126,23 @@ class ScaledWeight(QuantizedWeight):
 
     def dequantized(self) -> torch.Tensor:
         """See `QuantizedWeight.dequantized`."""
-        scales = self.scales[self.scale_rows()]
+        return self._dequantized(slice(None))
+
+    def dequantize_into(self, target: torch.Tensor) -> None:
+        """See `QuantizedWeight.dequantize_into`: some rows at a time, as `_quantize` does."""
+        step = max(1, _SLICE_VALUES // max(1, self._columns.size))
+        for begin in range(0, self._out, step):
+            rows = slice(begin, begin + step)
+            target[rows] = self._dequantized(rows)
+
+    def _dequantized(self, rows: slice) -> torch.Tensor:
+        """Returns some rows of the loaded weight in float32."""
+        scales = self.scales[self.scale_rows()[rows]]
+        values = self.values[rows].float()
         if self._scheme.block is None:
-            return self.values.float().mul_(scales.unsqueeze(1))
+            return values.mul_(scales.unsqueeze(1))
         columns = _within(self._columns, self._scheme.block[1], scales.device)
-        return self.values.float().mul_(scales[:, columns])
+        return values.mul_(scales[:, columns])
 
     def scale_rows(self) -> torch.Tensor:
         """Returns which row of `scales` each output feature has, int64 [out]."""
