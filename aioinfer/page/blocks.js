@@ -2,8 +2,9 @@
 // text nodes: no string is ever read as HTML, so a model's output cannot bring elements, attributes or
 // scripts of its own.
 
-import { codeBlock, element } from "./elements.js";
+import { element } from "./elements.js";
 import { formula } from "./maths.js";
+import { codeBlock } from "./menu.js";
 
 /** The elements that are made; the page's own headings end at level 2. */
 const ELEMENTS = "p h3 h4 h5 h6 blockquote hr br ul ol li strong em s table thead tbody tr th td".split(" ");
@@ -70,7 +71,6 @@ function firstText(node) {
 function makeElement(token) {
   if (token.type === "link_open") return link(token.attrGet("href"));
   const made = elementFor(token);
-  if (token.meta?.goesOn) made.className = "more";
   if (token.level === 0) made.dir = "auto"; // a list and a table as their first letters are
   if (token.tag === "ol") made.start = token.attrGet("start") ?? 1;
   const aligned = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
@@ -113,4 +113,27 @@ function link(address) {
     return element("span");
   const rel = "noopener noreferrer";
   return Object.assign(element("a"), { href: address, title: address, target: "_blank", rel });
+}
+
+/**
+ * Makes `old` what `fresh` is; what both have stays, so that a selection and the focus do. Returns the
+ * node that is there then.
+ */
+export function morph(old, fresh) {
+  // code that is coloured has other nodes for the same text
+  const isSameCode = old.className === "code" && old.textContent === fresh.textContent;
+  if (isSameCode || old.isEqualNode(fresh)) return old;
+  if (old.nodeType === Node.TEXT_NODE && fresh.data?.startsWith(old.data))
+    old.appendData(fresh.data.slice(old.length));
+  else if (!fresh.firstChild || !old.cloneNode(false).isEqualNode(fresh.cloneNode(false))) {
+    old.replaceWith(fresh);
+    return fresh;
+  } else {
+    const [kept, made] = [[...old.childNodes], [...fresh.childNodes]];
+    for (const [index, child] of made.entries())
+      if (kept[index]) morph(kept[index], child);
+      else old.append(child);
+    for (const child of kept.slice(made.length)) child.remove();
+  }
+  return old;
 }

@@ -1,8 +1,9 @@
 // The tool calls of an answer as they come, and the fields for what the tools return: the user plays
 // the tools.
 
+import { element } from "./elements.js";
 import { Indenter, parsed } from "./json.js";
-import { codeBlock, element } from "./elements.js";
+import { codeBlock } from "./menu.js";
 
 let numFields = 0; // of all results, for the ids that join them with their labels
 
@@ -57,13 +58,14 @@ export class Calls {
 
   /** Shows a result that was kept, `{ tool_call_id, content }`. */
   fill({ tool_call_id: id, content }) {
-    this.#complete.find((call) => call.asked.id === id)?.fill(content);
+    const call = this.#complete.find(({ asked }) => asked.id === id);
+    if (call) call.field.value = content;
     this.close(true);
   }
 
   /** Ends the writing of results, or lets it go on. */
   close(isClosed) {
-    for (const call of this.#complete) call.close(isClosed);
+    for (const { field } of this.#complete) field.readOnly = isClosed;
     this.#send.parentElement.hidden = isClosed;
   }
 
@@ -85,13 +87,13 @@ export class Calls {
 
 class Call {
   node = element("section", "call");
+  field = element("textarea"); // for the result
   isComplete = false;
   #id;
   #name;
   #arguments = "";
   #indenter = new Indenter();
   #shown = document.createTextNode("");
-  #field = document.createElement("textarea");
 
   constructor(id, name) {
     this.#id = id;
@@ -116,12 +118,10 @@ class Call {
       this.node.append(element("p", "quiet", "The call is not complete: it is left out."));
       return;
     }
-    this.#field.id = `result-${++numFields}`;
-    this.#field.rows = 2;
-    this.#field.spellcheck = false;
+    Object.assign(this.field, { id: `result-${++numFields}`, rows: 2, spellcheck: false });
     const label = element("label", "", `Result of ${this.#name}`);
-    label.htmlFor = this.#field.id;
-    this.node.append(label, this.#field);
+    label.htmlFor = this.field.id;
+    this.node.append(label, this.field);
   }
 
   get asked() {
@@ -130,15 +130,6 @@ class Call {
   }
 
   get result() {
-    const content = this.#field.value;
-    return { role: "tool", tool_call_id: this.#id, name: this.#name, content };
-  }
-
-  fill(content) {
-    this.#field.value = content;
-  }
-
-  close(isClosed) {
-    this.#field.readOnly = isClosed;
+    return { role: "tool", tool_call_id: this.#id, name: this.#name, content: this.field.value };
   }
 }

@@ -83,7 +83,7 @@ export class Chat {
 
   /** Adds messages to the conversation and has them answered. */
   #ask(messages, prompt = "") {
-    const settings = this.#running.size ? null : this.#composer.read();
+    const settings = this.#running.size ? null : this.#composer.settings.read();
     if (!settings) return false;
     const conversation = this.#conversation;
     const first = conversation.last.id;
@@ -99,7 +99,7 @@ export class Chat {
 
   /** Has the message `parent` answered once more, or the answer `kept` continued. */
   #goOn(parent, kept = null) {
-    const settings = this.#running.size ? null : this.#composer.read();
+    const settings = this.#running.size ? null : this.#composer.settings.read();
     if (!settings) return;
     this.#showTo(parent);
     const node = this.#conversation.get(parent);
@@ -210,7 +210,7 @@ export class Chat {
     } catch (error) {
       if (error.name !== "AbortError") {
         answer.fail(error);
-        this.#composer.blame(error.param, error.message);
+        this.#composer.settings.blame(error.param, error.message);
       }
     }
     answer.finish();

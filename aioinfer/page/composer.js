@@ -15,7 +15,7 @@ const COUNT_MS = 400; // how long nothing is typed before the tokens are counted
 const hasKeyboard = () => !matchMedia("(pointer: coarse)").matches; // a phone would open its own
 
 export class Composer {
-  #settings = new Settings();
+  settings = new Settings();
   #pictures = new Pictures(() => this.#count());
   #info = {};
   #messages;
@@ -27,7 +27,7 @@ export class Composer {
     this.#messages = messages;
     $("composer").addEventListener("submit", async (event) => {
       event.preventDefault();
-      await this.#pictures.settled; // one that was just pasted belongs to the message
+      await this.#pictures.coming; // one that was just pasted belongs to the message
       const { content } = this;
       if (textOf(content).trim() || picturesOf(content).length) send(content);
     });
@@ -52,7 +52,7 @@ export class Composer {
   /** Lets the user write, once it is known what the server serves. */
   open(info) {
     this.#info = info;
-    this.#settings.open(info);
+    this.settings.open(info);
     $("prompt").placeholder = info.chat ? "Message" : "Text to continue";
     $("hint").textContent = info.chat
       ? "Ask something."
@@ -70,16 +70,6 @@ export class Composer {
   /** What is written: a text, or pictures and a text. */
   get content() {
     return contentOf($("prompt").value, this.#info.chat ? this.#pictures.urls : []);
-  }
-
-  /** The settings of a request, of two where answers are compared; null if something is wrong. */
-  read() {
-    return this.#settings.read();
-  }
-
-  /** Says at a field of the settings what is wrong with it. */
-  blame(param, message) {
-    this.#settings.blame(param, message);
   }
 
   focus() {

@@ -1,7 +1,8 @@
 // Shows /openapi.json: each endpoint with its fields, and a form that calls it.
 
 import { JSON_BODY, keepKey, readText, request, send } from "./api.js";
-import { $, button, element } from "./elements.js";
+import { $, element } from "./elements.js";
+import { tool } from "./menu.js";
 
 const SHOWN = 200_000; // characters of an answer
 
@@ -103,7 +104,8 @@ function trial(path, method, { parameters = [], requestBody }) {
   });
   const body = addBody(form, requestBody?.content ?? {});
   const sends = element("button", "", "Send");
-  const stop = button("", "Stop");
+  let aborter = null;
+  const stop = tool("Stop", () => aborter.abort());
   const status = element("p");
   const answer = element("pre");
   stop.hidden = answer.hidden = true;
@@ -112,8 +114,7 @@ function trial(path, method, { parameters = [], requestBody }) {
   form.append(element("p", "", "", sends, stop), status, answer);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const aborter = new AbortController();
-    stop.onclick = () => aborter.abort();
+    aborter = new AbortController();
     sends.disabled = true;
     stop.hidden = false;
     try {

@@ -1,6 +1,6 @@
 // JSON as it is read by people: indented while it comes, and as it came on demand.
 
-import { button, codeBlock } from "./elements.js";
+import { codeBlock, tool } from "./menu.js";
 
 const MAX_DEPTH = 32; // of the indentation: a text of brackets alone must not grow by its square
 
@@ -60,7 +60,7 @@ export class JsonView {
   #isRaw = false;
   #indenter = new Indenter();
   #shown = document.createTextNode("");
-  #switch = button("copy", "Show raw");
+  #switch = tool("Show raw", () => this.#show(!this.#isRaw));
   #block = null; // there is none as long as there is no text
   #container;
   #around;
@@ -69,7 +69,6 @@ export class JsonView {
   constructor(container, around = (render) => render()) {
     this.#container = container;
     this.#around = around;
-    this.#switch.addEventListener("click", () => this.#show(!this.#isRaw));
   }
 
   append(text) {
@@ -91,7 +90,7 @@ export class JsonView {
   #open() {
     this.#block = codeBlock("", "JSON");
     this.#block.querySelector("code").append(this.#shown);
-    this.#block.querySelector(".copy").before(this.#switch);
+    this.#block.querySelector(".language").after(this.#switch);
     this.#container.append(this.#block);
   }
 

@@ -1,31 +1,29 @@
 // Markdown as DOM nodes, rendered while it comes: the vendored parser makes tokens, `blocks` makes nodes
-// of them.
+// of them, and `parts` divides what is long.
 
-import { build } from "./blocks.js";
-import { divide, finalPart, Grown, isLoose, NEAR } from "./grown.js";
+import { build, morph } from "./blocks.js";
 import { highlight } from "./highlight.js";
 import { addMaths } from "./maths.js";
-import { divideParagraphs } from "./paragraphs.js";
+import { borders, headOf, PART, setWidths, widthsOf } from "./parts.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
 const MOST = 1000; // characters of a rendering: more may have come at once, or to a hidden tab
 const LONG_MS = 12; // of a rendering, after which the next one takes fewer
+const NEAR = 4; // the last blocks are near the screen: to skip one is to lay it out once more
 
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
 addMaths(parser);
-divideParagraphs(parser);
 
 /**
  * Shows a Markdown text that grows.
  *
  * Text that is appended is rendered in the next animation frame, with all that came meanwhile.
- * Blocks (paragraphs, lists, ...) that no further text can change are final: they are parsed once
- * and their nodes stay. Only what follows them is rendered again, and the longer that takes, the
- * longer is the pause before the next rendering. Of a list or a table the first items are final,
- * too (`Grown`).
+ * Blocks (paragraphs, parts of lists, ...) that no further text can change are final: they are parsed
+ * once and their nodes stay. Only what follows them is rendered again, and the longer that takes, the
+ * longer is the pause before the next rendering.
  */
 export class MarkdownView {
   text = "";
@@ -34,7 +32,7 @@ export class MarkdownView {
   #waiting = ""; // what was appended and is not rendered yet
   #rest = ""; // the text behind the final blocks, as far as it is rendered
   #nodes = []; // of that text, one for each block
-  #grown = null; // the first of these blocks, where a part of it is final
+  #part = null; // what `partsOf` says of the first of these blocks
   #references = {}; // the link definitions of final blocks
   #timer = 0;
   #frame = 0;
@@ -94,45 +92,46 @@ export class MarkdownView {
    */
   finish() {
     this.render(Infinity);
-    this.#completeGrown();
     this.#resolve();
+    conclude(this.#nodes);
     if (/#|^\s*[=-]+\s*$/m.test(this.text)) levelHeadings(this.#container);
-    divide(this.#container);
-    // to skip a part that is near the screen is to lay it out once more
-    const nodes = [...this.#container.children];
-    const near = nodes.slice(-NEAR).filter((node) => node.matches(".more, .more + *"));
-    colour(near);
-    conclude(nodes.filter((node) => !node.matches(".final") && !near.includes(node)));
   }
 
   #resolve() {
     if (!this.text.includes("]:")) return;
     const { blocks, references } = parse(this.text.replace(/\r\n?/g, "\n"));
     if (!Object.keys(references).length) return;
-    this.#around(() =>
-      this.#container.replaceChildren(...blocks.map((block) => build(block.tokens))),
-    );
+    this.#around(() => {
+      this.#container.replaceChildren();
+      this.#nodes = [];
+      this.#show(blocks);
+    });
   }
 
   #update() {
     // a CR at the end may be half of a line break
     this.#rest = this.#rest.replace(/\r\n|\r(?!$)/g, "\n");
-    let { blocks } = parse(this.#rest, this.#references);
-    if (this.#grown && !this.#grown.fits(blocks[0])) {
-      this.#rest = this.#wholeSource(this.#rest);
-      this.#grown.removeBefore();
-      this.#grown = null;
-      ({ blocks } = parse(this.#rest, this.#references));
-    }
-    const shown = blocks.map((block, index) =>
-      index === 0 && this.#grown
-        ? this.#grown.show(block, replace)
-        : replace(this.#nodes[index], build(block.tokens), this.#container),
-    );
-    this.#nodes.slice(blocks.length).forEach((node) => node.remove());
-    this.#nodes = shown;
+    const { blocks } = parse(this.#rest, this.#references, this.#part);
+    this.#show(blocks);
     this.#settle(blocks);
-    this.#settlePart(blocks.at(-1));
+    for (const node of this.#nodes) colour([...node.querySelectorAll(".code")].slice(0, -1));
+  }
+
+  /** Makes the nodes what `blocks` are. */
+  #show(blocks) {
+    const old = this.#nodes;
+    this.#nodes = [];
+    for (const [index, { tokens, part }] of blocks.entries()) {
+      const fresh = build(tokens);
+      if (part) fresh.classList.add("further");
+      if (part?.head) {
+        part.widths ??= blocks[index - 1].part?.widths ?? widthsOf(this.#nodes[index - 1]);
+        setWidths(fresh, part.widths);
+      }
+      if (!old[index]) this.#container.append(fresh);
+      this.#nodes.push(old[index] ? morph(old[index], fresh) : fresh);
+    }
+    for (const node of old.slice(blocks.length)) node.remove();
   }
 
   /**
@@ -142,119 +141,76 @@ export class MarkdownView {
   #settle(blocks) {
     let last = blocks.length - 1;
     if (last < 1) return;
-    const { start, isDivided } = blocks[last];
+    const isText = blocks[last].part && blocks[last].tokens[0].type === "paragraph_open";
     // "2" may yet become "2. item"
-    if (!isDivided && !this.#rest.includes("\n", start)) last--;
+    if (!isText && !this.#rest.includes("\n", blocks[last].start)) last--;
     if (last < 1) return;
-    this.#completeGrown(blocks[1].start);
-    this.#define(this.#rest.slice(0, blocks[last].start));
-    this.#rest = this.#rest.slice(blocks[last].start);
+    const { start, part } = blocks[last];
+    const final = this.#rest.slice(0, start);
+    if (final.includes("]:")) this.#references = parse(final, this.#references).references;
+    this.#rest = (part?.head ?? "") + this.#rest.slice(start);
+    this.#part = part;
     conclude(this.#nodes.splice(0, last));
-  }
-
-  /** Makes the first items final of a list or a table that is the only block which is not. */
-  #settlePart(block) {
-    if (this.#nodes.length !== 1) return;
-    // blank lines may stand before a text's first block
-    if (!this.#grown) this.#rest = this.#rest.replace(/^(?:[ \t]*\n)+/, "");
-    const part = finalPart(block, this.#rest);
-    if (!part) return;
-    this.#grown ??= new Grown(this.#nodes[0], block);
-    this.#grown.head = part.head;
-    if (isLoose(block)) {
-      // what follows the first line of the next item may yet change
-      const end = this.#rest.indexOf("\n", part.text.length) + 1;
-      this.#grown.note(parse(this.#rest.slice(0, end), this.#references).blocks[0]);
-    }
-    this.#define(part.text);
-    this.#rest = part.head + this.#rest.slice(part.text.length);
-    colour(this.#grown.settle(part.count, part.text));
-    this.#nodes = [this.#grown.node];
-  }
-
-  /** Renders a list as a whole that was not shown as it has to be; it ends at `end`. */
-  #completeGrown(end) {
-    if (!this.#grown) return;
-    const rest = this.#rest.slice(0, end);
-    if (!this.#grown.isKnownRight(parse(rest, this.#references).blocks[0])) this.#checkGrown(rest);
-    this.#grown = null;
-  }
-
-  #checkGrown(rest) {
-    const [whole] = parse(this.#wholeSource(rest), this.#references).blocks;
-    if (this.#grown.isRight(whole)) return;
-    this.#grown.removeBefore();
-    this.#nodes[0] = replace(this.#nodes[0], build(whole.tokens), this.#container);
-  }
-
-  /** The source of the block that `rest` goes on with. */
-  #wholeSource(rest) {
-    return this.#grown.source + rest.slice(this.#grown.head.length);
-  }
-
-  /** Takes the link definitions of a text that is final. */
-  #define(text) {
-    if (text.includes("]:")) this.#references = parse(text, this.#references).references;
   }
 }
 
 /**
- * Returns the blocks of a text, `[{ start, tokens, isDivided }]` (`start`: where the block begins;
- * `isDivided`: within a paragraph), and its link definitions.
+ * Returns the blocks of a text, `[{ start, tokens, part }]` (`start`: where the block begins), and its
+ * link definitions. `part` is what `partsOf` has said of the first block.
  */
-function parse(text, known = {}) {
+function parse(text, known = {}, part = null) {
   const references = { ...known };
-  const blocks = [];
-  let line = 0;
-  let start = 0;
+  const found = [];
+  let [line, start] = [0, 0];
   for (const token of parser.parse(text, { references })) {
     if (token.level === 0 && token.nesting >= 0) {
       for (; line < token.map[0]; line++) start = text.indexOf("\n", start) + 1;
-      const { offset } = token.meta ?? {};
-      const begin = offset ? start + offset + text.slice(start).search(/\S/) : start;
-      blocks.push({ start: begin, tokens: [], isDivided: Boolean(offset) });
+      found.push({ start, tokens: [], part: found.length ? null : part });
     }
-    blocks.at(-1).tokens.push(token);
+    found.at(-1).tokens.push(token);
   }
+  const blocks = found.flatMap((block, index) =>
+    partsOf(block, text.slice(block.start, found[index + 1]?.start), references),
+  );
   return { blocks, references };
 }
 
 /**
- * Puts `fresh` into the place of `old`, or at the end if there is none; returns the node that is
- * there then.
+ * Returns the parts of a block, each a block of its own. `part` of all but the first part says how it
+ * goes on with the one before: `{ head, number }`, the text to be parsed before it, and the number of
+ * its first item.
  */
-function replace(old, fresh, container) {
-  if (!old) container.append(fresh);
-  else if (old.isEqualNode(fresh) || extendCode(old, fresh)) return old;
-  else old.replaceWith(fresh);
-  return fresh;
-}
-
-/**
- * Appends what `fresh` has more of the same code than `old`, so that a selection and the focus
- * stay. Returns whether it could.
- */
-function extendCode(old, fresh) {
-  if (old.className !== "code" || fresh.className !== "code") return false;
-  const [text, more] = [old, fresh].map((block) => block.querySelector("code").firstChild);
-  const sameKind =
-    old.querySelector(".language").textContent === fresh.querySelector(".language").textContent;
-  if (!sameKind || !text || !more?.data.startsWith(text.data)) return false;
-  text.appendData(more.data.slice(text.length));
-  return true;
+function partsOf(block, source, references) {
+  const { tokens: [first], part } = block;
+  const number = part?.number ?? Number(first.attrGet("start") ?? 1);
+  if (part) first.attrSet("start", number);
+  const ends = borders(block.tokens, source);
+  if (!ends.length) return [block];
+  const head = headOf(block.tokens, source);
+  return [0, ...ends].map((begin, index) => {
+    const piece = (index ? head : "") + source.slice(begin, ends[index]);
+    const tokens = parser.parse(piece, { references });
+    const further = { head, number: number + index * PART };
+    tokens[0].attrSet("start", further.number);
+    return { start: block.start + begin, tokens, part: index ? further : part };
+  });
 }
 
 /** Completes blocks that are final: far from the screen they are neither laid out nor painted. */
 function conclude(nodes) {
-  for (const node of nodes) node.classList.add("final");
-  colour(nodes);
+  for (const node of nodes) {
+    colour([node, ...node.querySelectorAll(".code")]);
+    let before = node;
+    for (let count = 0; count < NEAR; count++) before = before?.previousElementSibling;
+    before?.classList.add("final");
+  }
 }
 
-/** Colours the code in nodes that are final. */
+/** Colours those of the elements that are blocks of code. */
 function colour(nodes) {
   for (const node of nodes)
-    for (const block of node.matches?.(".code") ? [node] : (node.querySelectorAll?.(".code") ?? []))
-      highlight(block.querySelector("code"), block.querySelector(".language").textContent.toLowerCase());
+    if (node.className === "code")
+      highlight(node.querySelector("code"), node.querySelector(".language").textContent.toLowerCase());
 }
 
 /** Tells readers of headings the level of each: at most one more than that of the one before. */

@@ -1,12 +1,13 @@
-// Small controls: toolbars of buttons, menus that open beside one, and a line that says what was done.
+// Small controls: toolbars of buttons, menus that open beside one, blocks of code, and a line that says
+// what was done.
 
-import { $, button, copyText, element } from "./elements.js";
+import { $, element } from "./elements.js";
 
 const SAID_MS = 8000; // how long something is said, and a removal can be undone
 
 /** Makes a button of a toolbar; `label` is read aloud where `text` says too little. */
 export function tool(text, action, label = text) {
-  const made = button("tool", text);
+  const made = Object.assign(element("button", "tool", text), { type: "button" });
   if (label !== text) made.ariaLabel = made.title = label;
   made.addEventListener("click", (event) => action(event));
   return made;
@@ -27,6 +28,17 @@ export function menu(label, actions) {
     );
   }
   return element("span", "menu", "", opens, list);
+}
+
+/** Makes a block of code with its language and a button that copies it. */
+export function codeBlock(text, language) {
+  const pre = element("pre", "", "", element("code", "", text));
+  const copies = tool("Copy", () => copy(pre.textContent, pre.firstChild));
+  const bar = element("div", "code-bar", "", element("span", "language", language), copies);
+  const block = element("div", "code", "", bar, pre);
+  pre.tabIndex = 0; // to be scrolled by keyboard
+  block.dir = "ltr"; // whatever the text around it is
+  return block;
 }
 
 let timer = 0;
@@ -56,10 +68,18 @@ export function offerUndo(text, undo) {
   say(text, back);
 }
 
-/** Copies a text, and says whether the browser could; `source` is as in `copyText`. */
-export async function copyAndSay(text, source = null) {
-  if (await copyText(text, null, source)) say("Copied.");
-  else say(source ? "Selected: this browser has no clipboard here." : "This browser has no clipboard here.");
+/**
+ * Copies a text. Without HTTPS a browser has no clipboard for pages: then `source`, the element that
+ * shows the text, is selected, and one key is left to press.
+ */
+export async function copy(text, source = null) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say("Copied.");
+  } catch {
+    if (source) getSelection().selectAllChildren(source);
+    say(`${source ? "Selected: t" : "T"}his browser has no clipboard here.`);
+  }
 }
 
 /** Has the browser save a text as a file. */

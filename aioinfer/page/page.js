@@ -45,7 +45,7 @@ async function served() {
   return (await (await request("/v1/models")).json()).data;
 }
 
-/** Shows what can be set for the chosen model, of several that are served. */
+/** Shows what can be set for the chosen model. */
 async function openChosen(chat) {
   const query = new URLSearchParams({ model: $("model").value });
   chat.open(await (await request(`/page/info?${query}`)).json());
@@ -78,19 +78,12 @@ function showStart(error) {
 
 async function start(chat, live) {
   try {
-    const [models, info] = await Promise.all([
-      served(),
-      request("/page/info").then((response) => response.json()),
-    ]);
-    $("notice").hidden = true;
+    const models = await served();
     showModels(models);
     showTurns(models);
+    await openChosen(chat);
+    $("notice").hidden = true;
     showTitle(chat.conversation);
-    chat.open(info);
-    if (models.some(({ status }) => status)) {
-      $("model").addEventListener("change", () => openChosen(chat));
-      await openChosen(chat);
-    }
     live.start();
   } catch (error) {
     if (error.isStarting) {
@@ -152,7 +145,10 @@ async function main() {
   // where the list does not come, `live` finds out that the server is lost
   const live = new Live(showState, () => served().then(showTurns, () => {}));
   $("clear").addEventListener("click", () => open(new Conversation()));
-  $("model").addEventListener("change", () => keep("model", $("model").value));
+  $("model").addEventListener("change", () => {
+    keep("model", $("model").value);
+    openChosen(chat).catch(showNotice);
+  });
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     keepKey($("key").value.trim());

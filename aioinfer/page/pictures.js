@@ -58,7 +58,7 @@ export function rowOf(urls, remove = null) {
 export class Pictures {
   #urls = [];
   #row = null;
-  #coming = Promise.resolve(); // one after the other, in their order
+  coming = Promise.resolve(); // once all that were given are there, in their order
   #onChange;
 
   constructor(onChange) {
@@ -111,11 +111,6 @@ export class Pictures {
     this.#onChange();
   }
 
-  /** Resolves when all pictures that were given are there. */
-  get settled() {
-    return this.#coming;
-  }
-
   #remove(index) {
     this.urls = this.#urls.filter((_, at) => at !== index);
     $("prompt").focus();
@@ -128,7 +123,7 @@ export class Pictures {
   }
 
   #add(files) {
-    for (const file of files) this.#coming = this.#coming.then(() => this.#addOne(file));
+    for (const file of files) this.coming = this.coming.then(() => this.#addOne(file));
   }
 
   async #addOne(file) {

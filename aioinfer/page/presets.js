@@ -4,12 +4,6 @@ import { $ } from "./elements.js";
 import { offerUndo, say } from "./menu.js";
 import { keep, recall } from "./store.js";
 
-const FIELDS = [
-  "system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty",
-  "presence_penalty", "frequency_penalty", "stop", "tools", "tool_choice", "one_call",
-  "response_format", "logprobs",
-];
-
 const valueOf = (field) => (field.type === "checkbox" ? field.checked : field.value);
 
 /** The presets and the fields that they fill. */
@@ -19,8 +13,8 @@ export class Presets {
   #all = recall("presets", {});
 
   /** `fill(field, value)` fills a field of the composer. */
-  constructor(fields, fill) {
-    this.#fields = fields;
+  constructor(form, fill) {
+    this.#fields = [...form].filter(({ name }) => name && !name.startsWith("compare"));
     this.#fill = fill;
     $("preset").addEventListener("change", () => this.#choose($("preset").value));
     $("preset-save").addEventListener("click", () => this.#save());
@@ -30,7 +24,7 @@ export class Presets {
 
   /** What stands in the fields, by name, without what is empty. */
   get values() {
-    const all = FIELDS.map((name) => [name, valueOf(this.#fields[name])]);
+    const all = this.#fields.map((field) => [field.name, valueOf(field)]);
     return Object.fromEntries(all.filter(([, value]) => value));
   }
 
@@ -50,7 +44,7 @@ export class Presets {
   }
 
   #apply(values) {
-    for (const name of FIELDS) this.#fill(this.#fields[name], values[name] ?? "");
+    for (const field of this.#fields) this.#fill(field, values[field.name] ?? "");
   }
 
   #choose(name) {

@@ -13,7 +13,7 @@ const buttonsOf = ({ name }) =>
 export class Settings {
   #fields = $("composer").elements;
   #isChat = true;
-  #presets = new Presets(this.#fields, (field, value) => this.#fill(field, value));
+  #presets = new Presets($("composer"), (field, value) => this.#fill(field, value));
 
   constructor() {
     $("composer").addEventListener("input", (event) => this.#onInput(event.target));

@@ -1,8 +1,8 @@
 // One turn of the log: what the user said, the answer to it (or two, side by side), and what can be
 // done with both: edit, regenerate, continue, copy, delete, go through the versions.
 
-import { copyText, element } from "./elements.js";
-import { copyAndSay, menu, tool } from "./menu.js";
+import { element } from "./elements.js";
+import { copy, menu, tool } from "./menu.js";
 import { contentOf, picturesOf, rowOf, textOf } from "./pictures.js";
 import { codeOf } from "./requests.js";
 
@@ -41,11 +41,8 @@ export class Turn {
     if (this.#replies.classList.contains("pair"))
       bar.append(tool("Go on with this", () => this.#actions.choose(node)));
     else bar.append(...this.#versions(node));
-    if (message.content) {
-      bar.append(
-        tool("Copy", ({ target }) => copyText(message.content, target), "Copy as Markdown"),
-      );
-    }
+    const shown = answer.node.querySelector(".answer");
+    if (message.content) bar.append(tool("Copy", () => copy(message.content, shown), "Copy as Markdown"));
     bar.append(tool("Regenerate", () => this.#actions.regenerate(node), "Answer once more"));
     if (canGoOn(node))
       bar.append(tool("Continue", () => this.#actions.resume(node), "Continue the answer"));
@@ -70,12 +67,12 @@ export class Turn {
     const { message } = node;
     const shown = answer.node.querySelector(".answer");
     const actions = [
-      ["Copy as plain text", () => copyAndSay(shown.innerText, shown)],
+      ["Copy as plain text", () => copy(shown.innerText, shown)],
       ["Edit the answer", () => this.#edit(node, shown)],
     ];
     if (body) {
-      actions.push(["Copy the request as curl", () => copyAndSay(codeOf("curl", body))]);
-      actions.push(["Copy the request as Python", () => copyAndSay(codeOf("python", body))]);
+      actions.push(["Copy the request as curl", () => copy(codeOf("curl", body))]);
+      actions.push(["Copy the request as Python", () => copy(codeOf("python", body))]);
     }
     actions.push(["Delete from here", () => this.#actions.remove(node)]);
     return message.content ? actions : actions.filter(([name]) => !name.includes("plain"));
@@ -96,7 +93,7 @@ export class Turn {
       ...this.#versions(user),
       unanswered,
       tool("Edit", () => this.#edit(user, said), "Edit the message"),
-      tool("Copy", ({ target }) => copyText(text, target), "Copy the message"),
+      tool("Copy", () => copy(text, said), "Copy the message"),
       tool("Delete", () => this.#actions.remove(user), "Delete the message and what follows"),
     );
     if (pictures.length) this.node.append(rowOf(pictures));
