@@ -175,6 +175,13 @@ def test_code_of_others_is_what_was_published_and_brings_its_licences() -> None:
         assert "WARRANTIES" in text or "WARRANTY" in text
 
 
+def test_its_own_scripts_and_styles_stay_small() -> None:
+    own = [file for file in FILES if file.parent == FOLDER and file.suffix in (".js", ".css")]
+    lines = {file.name: len(file.read_text("utf-8").splitlines()) for file in own}
+    assert max(lines.values()) < 300
+    assert sum(lines.values()) <= 4500
+
+
 def test_every_file_is_part_of_the_installed_package() -> None:
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text("utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["aioinfer"]

@@ -1,7 +1,7 @@
 // One answer, as it streams in or as it was kept: thoughts, text, tool calls, figures, and what went
 // wrong.
 
-import { ApiError, readEvents, request } from "./api.js";
+import { ApiError, readEvents, request, said } from "./api.js";
 import { Calls } from "./calls.js";
 import { element } from "./elements.js";
 import { Figures } from "./figures.js";
@@ -126,8 +126,7 @@ export class Answer {
   /** Shows what went wrong, below what has come. */
   fail(error) {
     this.#figures.end("error");
-    const { status, message } = error;
-    this.#failure = status ? `${status}: ${message}` : message;
+    this.#failure = said(error);
     const failure = element("p", "failure", this.#failure);
     failure.setAttribute("role", "alert");
     this.node.append(failure);

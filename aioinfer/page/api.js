@@ -20,6 +20,9 @@ export class ApiError extends Error {
   }
 }
 
+/** What the user reads of an error: its status, where there is one, and its message. */
+export const said = ({ status, message }) => (status ? `${status}: ${message}` : message);
+
 /** Keeps an API key for as long as the tab lives. */
 export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
@@ -53,15 +56,14 @@ export async function request(path, { body, signal } = {}) {
   return response;
 }
 
-/** What is said of an answer that is not the server's own, but that of something between. */
-function saidOf(status) {
-  if (status === 502 || status === 503 || status === 504) return "The server behind this address does not answer.";
-  return "Something between this page and the server refused the request.";
-}
-
 async function errorOf(response) {
   let error = parsed(await response.text())?.error; // a page of HTML, mostly, is nothing for people
-  if (typeof error?.message !== "string") error = { message: saidOf(response.status) };
+  if (typeof error?.message !== "string") {
+    const message = [502, 503, 504].includes(response.status)
+      ? "The server behind this address does not answer."
+      : "Something between this page and the server refused the request.";
+    error = { message };
+  }
   const wait = response.headers.get("Retry-After");
   const isStarting = error.code === "not_ready";
   const message = wait && !isStarting ? `${error.message} (try again in ${wait} s)` : error.message;

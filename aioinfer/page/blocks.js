@@ -50,7 +50,8 @@ function close(made) {
 
 /** Makes a box of the `[ ]` or `[x]` that an item of a list begins with. */
 function checkTask(item) {
-  const text = firstText(item);
+  const { firstChild: first } = item;
+  const text = first?.tagName === "P" ? first.firstChild : first;
   const mark = /^\[([ xX])\]\s/.exec(text?.data);
   if (!mark) return;
   text.deleteData(0, mark[0].length);
@@ -60,11 +61,6 @@ function checkTask(item) {
   box.ariaLabel = isDone ? "done" : "to do";
   text.before(box);
   item.classList.add("task");
-}
-
-function firstText(node) {
-  const first = node.firstChild;
-  return first?.nodeType === Node.ELEMENT_NODE && first.tagName === "P" ? first.firstChild : first;
 }
 
 /** Makes the element of a token that has others within it. */

@@ -54,11 +54,8 @@ export class Composer {
     this.#info = info;
     this.settings.open(info);
     $("prompt").placeholder = info.chat ? "Message" : "Text to continue";
-    $("hint").textContent = info.chat
-      ? "Ask something."
-      : info.tokenizer === false
-        ? NO_TOKENIZER
-        : NO_TEMPLATE;
+    const lacks = info.tokenizer === false ? NO_TOKENIZER : NO_TEMPLATE;
+    $("hint").textContent = info.chat ? "Ask something." : lacks;
     if (info.tokenizer === false) return;
     $("prompt").disabled = $("send").disabled = false;
     $("prompt").value ||= (sessionStorage.getItem(DRAFT) ?? "");

@@ -98,11 +98,12 @@ export class History {
     opens.title = `${title}\n${day.format(conversation.updated)}`;
     if (conversation.id === this.#current?.id) opens.setAttribute("aria-current", "true");
     if (conversation.isPinned) opens.prepend(element("span", "pin", "★ "));
+    const name = fileName(conversation);
     const actions = menu(`More for “${title}”`, [
       ["Rename", () => this.#rename(item, conversation)],
       [conversation.isPinned ? "Unpin" : "Pin", () => this.#pin(conversation)],
-      ["Export as Markdown", () => saveMarkdown(conversation)],
-      ["Export as JSON", () => saveJson(fileName(conversation), [conversation])],
+      ["Export as Markdown", () => saveFile(`${name}.md`, "text/markdown", conversation.toMarkdown())],
+      ["Export as JSON", () => saveJson(name, [conversation])],
       ["Delete", () => this.#remove(conversation)],
     ]);
     item.append(opens, actions);
@@ -177,8 +178,4 @@ function fileName({ title }) {
 
 function saveJson(name, conversations) {
   saveFile(`${name}.json`, "application/json", JSON.stringify({ conversations }, null, 2));
-}
-
-function saveMarkdown(conversation) {
-  saveFile(`${fileName(conversation)}.md`, "text/markdown", conversation.toMarkdown());
 }

@@ -10,7 +10,7 @@ import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
 const MOST = 1000; // characters of a rendering: more may have come at once, or to a hidden tab
-const LONG_MS = 12; // of a rendering, after which the next one takes fewer
+const LONG_MS = 8; // of a rendering, after which the next one takes fewer
 const NEAR = 4; // the last blocks are near the screen: to skip one is to lay it out once more
 
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
@@ -74,7 +74,7 @@ export class MarkdownView {
     this.#around(() => this.#update());
     const duration = performance.now() - begin;
     this.#pause = PAUSE * duration;
-    this.#most = Math.min(MOST, Math.max(50, this.#most * (duration > LONG_MS ? 0.5 : 2)));
+    this.#most = Math.min(MOST, Math.max(200, this.#most * (duration > LONG_MS ? 0.5 : 2)));
     if (this.#waiting) this.#renderSoon();
   }
 

@@ -5,11 +5,13 @@
 import { element } from "./elements.js";
 
 const MAX_LENGTH = 20_000; // of a formula that is rendered
+const MOST_KEPT = 200; // rendered formulas
 const OPTIONS = { throwOnError: true, trust: false, strict: "ignore", maxExpand: 200, maxSize: 20 };
 const INLINE = [["\\(", "\\)", false], ["\\[", "\\]", true], ["$$", "$$", true], ["$", "$", false]];
 
 let katex = null; // once it is loaded
 let loading = null;
+const rendered = new Map(); // by their source: a list that grows shows each many times
 
 /** Teaches a `MarkdownIt` parser formulas: tokens of the type "math". */
 export function addMaths(parser) {
@@ -78,6 +80,8 @@ function push(state, source, isDisplay) {
 
 /** Makes the node of a formula. */
 export function formula({ content, meta: { isDisplay } }) {
+  const known = rendered.get(`${isDisplay} ${content}`);
+  if (known) return known.cloneNode(true);
   const node = element("span", isDisplay ? "math display" : "math", content);
   if (isDisplay) node.tabIndex = 0; // to be scrolled by keyboard
   if (content.length > MAX_LENGTH) return node;
@@ -89,6 +93,8 @@ export function formula({ content, meta: { isDisplay } }) {
 function show(node, source, isDisplay) {
   try {
     katex.render(source.trim(), node, { ...OPTIONS, displayMode: isDisplay });
+    if (rendered.size > MOST_KEPT) rendered.clear();
+    rendered.set(`${isDisplay} ${source}`, node.cloneNode(true));
   } catch {
     node.textContent = source; // it cannot be read, or not yet: its source stays
     node.classList.add("unread");

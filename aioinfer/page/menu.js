@@ -9,7 +9,7 @@ const SAID_MS = 8000; // how long something is said, and a removal can be undone
 export function tool(text, action, label = text) {
   const made = Object.assign(element("button", "tool", text), { type: "button" });
   if (label !== text) made.ariaLabel = made.title = label;
-  made.addEventListener("click", (event) => action(event));
+  made.addEventListener("click", action);
   return made;
 }
 
@@ -19,14 +19,9 @@ export function menu(label, actions) {
   const opens = tool("⋯", () => {}, label);
   opens.popoverTargetElement = list;
   list.popover = "auto";
-  for (const [name, action] of actions) {
-    list.append(
-      tool(name, () => {
-        list.hidePopover(); // which gives the focus back to the button
-        action();
-      }),
-    );
-  }
+  list.append(...actions.map(([name, action]) => tool(name, action)));
+  // before the action, for it gives the focus back to the button
+  list.addEventListener("click", () => list.hidePopover(), { capture: true });
   return element("span", "menu", "", opens, list);
 }
 

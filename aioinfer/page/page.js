@@ -1,7 +1,7 @@
 // The page: requests what is served, asks the user for a key if needed, and then opens the chat, the
 // list of conversations and the live view. While the server starts it waits, and begins by itself.
 
-import { authorization, keepKey, request } from "./api.js";
+import { authorization, keepKey, request, said } from "./api.js";
 import { Chat } from "./chat.js";
 import { $ } from "./elements.js";
 import { History } from "./history.js";
@@ -60,20 +60,13 @@ function showNotice(error) {
   const needsKey = error.status === 401;
   const wasWrong = needsKey && "Authorization" in authorization();
   const asks = wasWrong ? "This key was not accepted." : "This server asks for an API key.";
-  $("notice-text").textContent = needsKey ? asks : `${error.status || ""} ${error.message}`.trim();
+  $("notice-text").textContent = needsKey ? asks : said(error);
   $("key-form").hidden = !needsKey;
   $("retry").hidden = needsKey;
   $("notice").hidden = false;
   $("hint").textContent = "";
   showState(needsKey ? "key" : "lost");
   if (needsKey) $("key").focus();
-}
-
-/** Shows how far a server is that starts. */
-function showStart(error) {
-  $("notice").hidden = true;
-  $("hint").textContent = `${error.message[0].toUpperCase()}${error.message.slice(1)}.`;
-  showState("start");
 }
 
 async function start(chat, live) {
@@ -86,18 +79,12 @@ async function start(chat, live) {
     showTitle(chat.conversation);
     live.start();
   } catch (error) {
-    if (error.isStarting) {
-      showStart(error);
-      setTimeout(() => start(chat, live), START_MS);
-    } else showNotice(error);
+    if (!error.isStarting) return showNotice(error);
+    $("notice").hidden = true;
+    $("hint").textContent = `${error.message[0].toUpperCase()}${error.message.slice(1)}.`;
+    showState("start");
+    setTimeout(() => start(chat, live), START_MS);
   }
-}
-
-/** Opens the conversation of this tab again, after a reload. */
-async function reopen(history, chat) {
-  await history.load();
-  const conversation = history.get(sessionStorage.getItem(OPEN));
-  if (conversation && chat.conversation.isEmpty) chat.show(conversation);
 }
 
 /** On a narrow screen one part of the page is shown: the list, the chat or the engines. */
@@ -157,8 +144,13 @@ async function main() {
   });
   $("retry").addEventListener("click", () => start(chat, live));
   start(chat, live);
-  if (!(await store.open())) $("no-conversation").textContent = "This browser keeps no conversations.";
-  else await reopen(history, chat);
+  if (!(await store.open())) {
+    $("no-conversation").textContent = "This browser keeps no conversations.";
+    return;
+  }
+  await history.load();
+  const last = history.get(sessionStorage.getItem(OPEN)); // of this tab, before a reload
+  if (last && chat.conversation.isEmpty) chat.show(last);
 }
 
 main();

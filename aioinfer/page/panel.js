@@ -177,10 +177,8 @@ export class EnginePanel {
     const selected = this.#selected < 0 ? -1 : steps.length - 1 - this.#selected;
     const draw = (chart, names, row) =>
       drawColumns(this.#charts[chart], steps.map(row), names, NUM_STEPS, selected);
-    this.#write(
-      "max-tokens",
-      `max ${whole.format(draw("tokens", ["decode", "prefill"], (step) => [step[2], step[1]]))}`,
-    );
+    const most = draw("tokens", ["decode", "prefill"], (step) => [step[2], step[1]]);
+    this.#write("max-tokens", `max ${whole.format(most)}`);
     this.#write("max-worker", `max ${duration(draw("worker", ["worker"], (step) => [step[4]]))}`);
     this.#write("max-loop", `max ${duration(draw("loop", PHASES, (step) => step.slice(5)))}`);
     if (this.#state) this.#write("steps", `${whole.format(this.#state.steps)} since the start`);

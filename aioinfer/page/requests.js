@@ -22,10 +22,7 @@ export function requestOf(messages, { model, isChat, settings }) {
 /** Returns code that sends a request `{ path, body }`; `kind` is "curl" or "python". */
 export function codeOf(kind, { path, body }) {
   const root = new URL("./", document.baseURI).href.replace(/\/$/, "");
-  return kind === "curl" ? curl(root, path, body) : python(root, path, body);
-}
-
-function curl(root, path, body) {
+  if (kind === "python") return python(root, path, body);
   const json = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
   const key = `-H "Authorization: Bearer $API_KEY" \\\n  `;
   return `curl ${root}${path} \\\n  ${key}-H 'Content-Type: application/json' \\\n  -d '${json}'\n`;

@@ -43,18 +43,16 @@ export class Store {
         request.result.createObjectStore("pictures");
       };
       this.#database = await settled(request);
-      this.#database.onversionchange = () => this.#close();
+      // room for a later version of the page, in another tab, that changes the tables
+      this.#database.onversionchange = () => {
+        this.#database.close();
+        this.#database = null;
+        say("A newer version of the page is open: reload this one, or nothing more is kept.");
+      };
     } catch {
       this.#database = null;
     }
     return this.#database !== null;
-  }
-
-  /** Makes room for a later version of the page, in another tab, that changes the tables. */
-  #close() {
-    this.#database.close();
-    this.#database = null;
-    say("A newer version of the page is open: reload this one, or nothing more is kept.");
   }
 
   /** Returns all conversations, and removes the pictures that are in none of them. */

@@ -7,7 +7,7 @@ import { tool } from "./menu.js";
 const LEVELS = [0.9, 0.7, 0.4, 0.15]; // probabilities at which the colour changes
 const BLOCK = 300; // tokens after which a block of them ends at its next line break
 const LONGEST = 1500; // and anywhere where there is none
-const BUDGET_MS = 8; // of a frame, for the making of blocks
+const BUDGET_MS = 4; // of a frame, for the making of blocks
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -4.6 ? 1 : 3)} %`;
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "∅";

@@ -44,7 +44,7 @@ export class Turn {
     const shown = answer.node.querySelector(".answer");
     if (message.content) bar.append(tool("Copy", () => copy(message.content, shown), "Copy as Markdown"));
     bar.append(tool("Regenerate", () => this.#actions.regenerate(node), "Answer once more"));
-    if (canGoOn(node))
+    if (message.content && !message.tool_calls && facts.reason !== "stop")
       bar.append(tool("Continue", () => this.#actions.resume(node), "Continue the answer"));
     if (answer.tokens.length) bar.append(this.#tokensButton(answer, node));
     bar.append(menu("More for this answer", this.#more(answer, node, body)));
@@ -145,9 +145,4 @@ export class Turn {
     shown.after(form);
     field.focus();
   }
-}
-
-/** Whether the model can go on with an answer: it has text, and calls no tool. */
-function canGoOn({ message, facts }) {
-  return Boolean(message.content) && !message.tool_calls && facts.reason !== "stop";
 }

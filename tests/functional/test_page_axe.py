@@ -4,9 +4,11 @@ in both themes: no rule may be broken."""
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tests.functional.chat_page import IDLE, say
@@ -132,6 +134,37 @@ async def without_server(page: Page, script: Script) -> None:
     await page.until("document.querySelector('#status')?.dataset.state === 'lost'")
 
 
+async def unreachable(page: Page, script: Script) -> None:
+    await page.answer("/v1/models", 502, "text/html", b"<html>gone</html>")
+    await page.send("Page.reload")
+    await page.until("document.querySelector('#retry')?.checkVisibility()")
+
+
+async def restarting(page: Page, script: Script) -> None:
+    """The state is a real engine's, but for its outage; its stream ends: it is greyed, too."""
+    origin = await page.run("document.baseURI")
+    async with aiohttp.ClientSession() as http, http.get(f"{origin}page/live") as response:
+        event = json.loads((await response.content.readline()).removeprefix(b"data: "))
+    event["engines"][0] |= {"restart": [2, 3], "log": []}
+    body = f"data: {json.dumps(event)}\n\n".encode()
+    await page.answer("/page/live", 200, "text/event-stream", body)
+    await page.send("Page.reload")
+    await page.until("document.querySelector('.stale .outage')?.checkVisibility()")
+
+
+async def listed(page: Page, script: Script) -> None:
+    """Versions of an answer with a list and a table in parts; the menu of a conversation."""
+    rows = "".join(f"| {row} | x |\n" for row in range(60))
+    items = "".join(f"{item + 1}. item\n" for item in range(60))
+    await ask(page, script, "One?", f"{items}\n| a | b |\n|---|---|\n{rows}")
+    script.send(delta(content="[1, 2]"), *end("stop"))
+    await press(page, "Regenerate", "document.querySelector('#log')")
+    await page.until("document.querySelector('.version')?.textContent === '2/2'")
+    await page.run("document.querySelector('.arrow:not(:disabled)').click()")
+    await page.until("document.querySelectorAll('.further').length === 4")
+    await page.run("document.querySelector('#conversations .menu button').click()")
+
+
 async def settings(page: Page, script: Script) -> None:
     """Only one fold is open at a time: all are, for once."""
     await page.run(
@@ -163,7 +196,8 @@ def axe() -> str:
 
 STATES = (
     empty, answered, answering, calling, hesitating, comparing, with_pictures, editing, refused,
-    overloaded, starting, without_server, settings, without_key, endpoints,
+    overloaded, starting, without_server, unreachable, restarting, listed, settings, without_key,
+    endpoints,
 )  # fmt: skip
 
 
@@ -183,5 +217,5 @@ async def test_axe_finds_nothing(page: Page, script: Script, axe: str, state: St
                 await page.run(f"document.body.dataset.pane = '{pane}'")
                 assert await page.run(BROKEN) == [], (width, theme, pane)
     await page.send("Emulation.clearDeviceMetricsOverride")
-    while state in (starting, without_server, without_key) and not page.errors.empty():
+    while state in (starting, without_server, unreachable, without_key) and not page.errors.empty():
         page.errors.get_nowait()  # of the browser itself: a status that is no success
