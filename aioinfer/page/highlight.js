@@ -16,6 +16,7 @@ export async function highlight(code, language) {
   done.add(code);
   loading ??= import("./vendor/highlight.min.mjs").catch(() => null);
   const library = (await loading)?.default;
+  await new Promise((wake) => (window.requestIdleCallback ?? setTimeout)(wake)); // not all in a frame
   if (!library?.getLanguage(language)) return;
   const text = code.textContent;
   // the tree of scopes is what the library makes its HTML of (its plugin interface's `emitter`)
