@@ -16,6 +16,13 @@ each of the two servers, below five minutes in all for Qwen3-8B on one H200:
 - misses: prompts of 2 000 tokens that are all different, with 16 tokens of output;
 - preemption: prompts of 2 000 tokens with 500 of output, twice as many as the blocks hold.
 
+200 conversations of 32 000 tokens of Qwen3-8B would take 900 GiB of the host. A scaled row, 320 000
+tokens or 44 GiB beyond a device of 102 000, beside servers that start in 40 s each about 2 minutes
+(estimate); `found_of_history`, and the ratio of `tokens_per_s`, are what it is for:
+
+    python scripts/bench_kv_store.py --model FOLDER --phases conversations --conversations 40 \
+        --history 8000 --blocks 800 --host-gib 64
+
 `--set cache.disk_path=FOLDER` adds the disk tier to the first server.
 """
 
