@@ -179,7 +179,9 @@ class SymbolicWorker:
         counts = [self.counts.pop(ticket, -1) for ticket in ended]
         sections = []
         if ended:
-            sections.append(KVLoaded(np.array(ended, np.int32), np.array(counts, np.int32)))
+            sections.append(
+                KVLoaded(*(np.array(each, np.int32) for each in (ended, counts, [-1] * len(ended))))
+            )
         return StepResult(plan.step_id, np.array(sampled, np.int32), sections)
 
     def _move(self, moves: KVMoves | None, plan: StepPlan) -> list[int]:

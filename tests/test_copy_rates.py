@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from aioinfer.scheduler.copy_rates import MIN_TOKENS, TRY_EVERY, Rate
+from aioinfer.scheduler.kv_store import KVStore
 from tests.test_kv_store import displace, make_harness, prompt_of, run
 from tests.test_scheduler import make_request
 
@@ -56,3 +59,12 @@ def test_steps_and_loads_are_measured() -> None:
     rates = harness.scheduler.kv_cache.store.rates
     assert rates.prefill.per_s == pytest.approx(600 / 0.001, rel=0.5)
     assert rates.loads.per_s is not None
+
+
+def test_a_load_is_as_fast_as_its_copies() -> None:
+    """However long it waited for steps."""
+    times = iter([1.0, 5.0])
+    store = KVStore((8,), count(), clock=lambda: next(times))
+    store.load(make_request("one", prompt_of(0), 4), [], 1000)
+    store.finish(0, seconds=0.01)
+    assert store.rates.loads.per_s == pytest.approx(100_000)

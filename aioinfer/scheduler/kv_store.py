@@ -213,14 +213,16 @@ class KVStore:
         awaited, self.is_awaited = self.is_awaited, False
         return list(self._loading) if awaited else []
 
-    def finish(self, ticket: int, count: int = -1) -> None:
-        """Notes that workers have filled the blocks of a load, if it is still wanted; or that they
-        have read the first `count` blocks of a read."""
+    def finish(self, ticket: int, count: int = -1, seconds: float | None = None) -> None:
+        """Notes that workers have filled the blocks of a load, if it is still wanted, by copies
+        that took so many seconds; or that they have read the first `count` blocks of a read. From
+        the plan to the report a load also waits for steps, which would count as slow copies."""
         reads = self._reading.pop(ticket, ())
         if ticket in self._begun:
             num_tokens, began, hashes = self._begun.pop(ticket)
             rate = self._by_number[reads[0][0].connectors].rate if reads else self.rates.loads
-            rate.add(num_tokens, began, self._clock())
+            now = self._clock()
+            rate.add(num_tokens, began if seconds is None else now - seconds, now)
             self._end_arrival(ticket, hashes)
         for number, (move, block_hash) in enumerate(reads):
             self.groups[move.group].end_read(block_hash, move.place, is_whole=number < count)

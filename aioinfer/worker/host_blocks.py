@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from aioinfer.worker.pinned_memory import pin, unpin
 
 #: Waits until copies have ended, in any thread.
 Wait = Callable[[], None]
+#: A load that has ended: its ticket, and the microseconds that its copies took.
+EndedLoad = tuple[int, int]
 
 
 def _no_wait() -> None:
@@ -65,11 +68,11 @@ class BlockCopies(Protocol):
     def has_loads(self) -> bool:
         """Whether any load has not been returned by `take_ended`."""
 
-    def take_ended(self) -> list[int]:
-        """Returns the tickets of the loads that have ended since the last call. May be called in
-        another thread than the other methods."""
+    def take_ended(self) -> list[EndedLoad]:
+        """Returns the loads that have ended since the last call. May be called in another thread
+        than the other methods."""
 
-    def await_ended(self) -> list[int]:
+    def await_ended(self) -> list[EndedLoad]:
         """The same, once one has ended."""
 
 
@@ -157,15 +160,17 @@ class CpuCopies:
 
     def __init__(self, crossing: Crossing):
         self._crossing = crossing
-        self._ended: list[int] = []
+        self._ended: list[EndedLoad] = []
 
     def keep_order(self, plan: StepPlan, max_num_seqs: int) -> None:
         """See `BlockCopies.keep_order`."""
 
     def load(self, moves: I32) -> None:
         """See `BlockCopies.load`."""
-        self._crossing.to_device(moves[:, :3])
-        self._ended += dict.fromkeys(moves[:, 3].tolist())
+        for ticket in dict.fromkeys(moves[:, 3].tolist()):
+            began = time.perf_counter()
+            self._crossing.to_device(moves[moves[:, 3] == ticket, :3])
+            self._ended.append((ticket, round(1e6 * (time.perf_counter() - began))))
 
     def save(self, moves: I32) -> Wait:
         """See `BlockCopies.save`."""
@@ -181,7 +186,7 @@ class CpuCopies:
         """See `BlockCopies.has_loads`."""
         return bool(self._ended)
 
-    def take_ended(self) -> list[int]:
+    def take_ended(self) -> list[EndedLoad]:
         """See `BlockCopies.take_ended`."""
         ended, self._ended = self._ended, []
         return ended
@@ -216,7 +221,8 @@ class GpuCopies:
         self._loads, self._saves = (torch.cuda.Stream(kv.device) for _ in range(2))
         self._loading: deque[_Running] = deque()
         self._saving: deque[_Running] = deque()
-        self._tickets: deque[tuple[int, torch.cuda.Event]] = deque()  # of two threads
+        # by ticket, recorded before and behind its copies; of two threads
+        self._tickets: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def keep_order(self, plan: StepPlan, max_num_seqs: int) -> None:
         """See `BlockCopies.keep_order`."""
@@ -246,11 +252,13 @@ class GpuCopies:
         with torch.cuda.stream(self._loads):
             for ticket in dict.fromkeys(tickets.tolist()):
                 own = moves[tickets == ticket]
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
                 self._crossing.to_device(own[:, :3])
-                end = self._loads.record_event()
+                end.record()
                 blocks, places = _numbers(own[:, 0], own[:, 2]), _numbers(own[:, 0], own[:, 1])
                 self._loading.append(_Running(frozenset(blocks), frozenset(places), end))
-                self._tickets.append((ticket, end))
+                self._tickets.append((ticket, begin, end))
 
     def save(self, moves: I32) -> Wait:
         """See `BlockCopies.save`."""
@@ -287,17 +295,18 @@ class GpuCopies:
         """See `BlockCopies.has_loads`."""
         return bool(self._tickets)
 
-    def take_ended(self) -> list[int]:
+    def take_ended(self) -> list[EndedLoad]:
         """See `BlockCopies.take_ended`."""
         ended = []
-        while self._tickets and self._tickets[0][1].query():
-            ended.append(self._tickets.popleft()[0])
+        while self._tickets and self._tickets[0][2].query():
+            ticket, begin, end = self._tickets.popleft()
+            ended.append((ticket, round(1000 * begin.elapsed_time(end))))
         return ended
 
-    def await_ended(self) -> list[int]:
+    def await_ended(self) -> list[EndedLoad]:
         """See `BlockCopies.await_ended`."""
         if self._tickets:
-            self._tickets[0][1].synchronize()
+            self._tickets[0][2].synchronize()
         return self.take_ended()
 
 

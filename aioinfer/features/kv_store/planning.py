@@ -45,7 +45,6 @@ class Planning(StepFeature):
         """See `StepFeature.take_report`."""
         assert isinstance(section, KVLoaded)
         if (store := self._store) is not None:
-            for ticket, count in zip(
-                section.tickets.tolist(), section.counts.tolist(), strict=True
-            ):
-                store.finish(ticket, count)
+            columns = section.tickets, section.counts, section.micros
+            for ticket, count, micros in zip(*(each.tolist() for each in columns), strict=True):
+                store.finish(ticket, count, micros / 1e6 if micros >= 0 else None)

@@ -92,7 +92,10 @@ class KVLoaded(Section):
     Attributes:
         tickets: int32 [T], of loads and of reads.
         counts: int32 [T]: how many blocks of a read are there, from its first one on; -1 of a load.
+        micros: int32 [T]: the microseconds that the copies of a load took on this rank; -1 of a
+            read.
     """
 
     tickets: I32 = array(np.int32)
     counts: I32 = array(np.int32)
+    micros: I32 = array(np.int32)

@@ -22,7 +22,13 @@ from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.kv_connector import DiskConnector as DiskPlanning
 from aioinfer.scheduler.peer_connector import PeerConnector as PeerPlanning
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
-from aioinfer.worker.host_blocks import BlockCopies, HostBlocks, make_copies, make_host_blocks
+from aioinfer.worker.host_blocks import (
+    BlockCopies,
+    EndedLoad,
+    HostBlocks,
+    make_copies,
+    make_host_blocks,
+)
 from aioinfer.worker.kv_connector import Ended, HostBlock, KVConnector
 from aioinfer.worker.kv_disk import DiskConnector
 from aioinfer.worker.kv_peers import PeerConnector
@@ -39,10 +45,11 @@ class PendingLoads(PendingSection):
     """The loads that have ended by the time at which a result is read.
 
     Attributes:
-        take_ended: returns their tickets, and how many blocks of each are there (-1 for a load).
+        take_ended: returns their tickets, how many blocks of each are there (-1 for a load), and
+            the microseconds of a load's copies (-1 for a read).
     """
 
-    take_ended: Callable[[], Sequence[Ended]]
+    take_ended: Callable[[], Sequence[tuple[int, int, int]]]
 
     def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
         """See `PendingSection.fetch`: nothing is on the device."""
@@ -51,8 +58,7 @@ class PendingLoads(PendingSection):
     def to_section(self) -> Section:
         """See `PendingSection.to_section`."""
         ended = self.take_ended()
-        tickets, counts = zip(*ended, strict=True) if ended else ((), ())
-        return KVLoaded(np.array(tickets, np.int32), np.array(counts, np.int32))
+        return KVLoaded(*np.array(ended, np.int32).reshape(-1, 3).T.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +228,11 @@ class Work(WorkerFeature):
         ended = copies.await_ended if self._is_awaited else copies.take_ended
         return PendingLoads(KVLoaded, (), partial(self._take_ended, ended))
 
-    def _take_ended(self, loads: Callable[[], list[int]]) -> Sequence[Ended]:
-        """Returns the tickets that have ended since the last call, and how many blocks of each are
-        there."""
-        ended = [] if self._read else [(ticket, -1) for ticket in loads()]
+    def _take_ended(self, loads: Callable[[], list[EndedLoad]]) -> Sequence[tuple[int, int, int]]:
+        """Returns what has ended since the last call; see `PendingLoads`."""
+        ended = [] if self._read else [(ticket, -1, micros) for ticket, micros in loads()]
         while self._read:
-            ended.append(self._read.popleft())
+            ended.append((*self._read.popleft(), -1))
         return ended
 
 
