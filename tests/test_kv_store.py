@@ -9,6 +9,7 @@ from aioinfer.errors import IntegrityError
 from aioinfer.features.kv_store.sections import KVMoves
 from aioinfer.ipc.kv_spec import KVGroup, blocks_in
 from aioinfer.scheduler.handover import Handover
+from aioinfer.scheduler.kv_connector import DiskConnector, DiskLimits
 from aioinfer.scheduler.peer_connector import PeerLimits
 from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.stored_blocks import StoredBlocks
@@ -98,7 +99,7 @@ def test_a_block_is_saved_once_and_the_least_used_loses_its_place() -> None:
     harness = make_harness(num_stored=(20,))
     for _ in range(3):
         run(harness, make_request("again", prompt_of(0), 4))
-    assert harness.worker.num_saves == 10
+    assert (harness.worker.num_saves, harness.worker.num_loads) == (10, 0)
     run(harness, make_request("other", prompt_of(1, 60), 4))
     stored = harness.scheduler.kv_cache.store.groups[0]
     assert len(stored) == 20
@@ -378,6 +379,34 @@ def test_the_disk_is_bounded() -> None:
     (disk,) = harness.scheduler.kv_cache.store.connectors
     assert len(disk.files[0]) == 40
     assert len(harness.worker.files) <= 40
+
+
+def test_one_block_is_read() -> None:
+    harness = make_disk_harness()
+    run(harness, make_request("first", prompt_of(0, 5), 1))
+    displace(harness, 9)
+    run(harness, again := make_request("again", prompt_of(0, 5), 1))
+    assert (again.num_cached, harness.worker.num_reads) == (4, 1)
+
+
+def test_what_is_used_stays_on_the_host_and_on_the_disk() -> None:
+    """A block that is computed again is used, too; on the host and on the disk the least recently
+    used one leaves."""
+    first, second, third = (bytes([number]) for number in range(3))
+    disk = DiskConnector(DiskLimits(num_files=(2,), files=((),)))
+    assert [disk.keep(0, each) for each in (first, second, first)] == [True, True, False]
+    disk.use(0, first)
+    assert disk.keep(0, third)
+    assert (list(disk.files[0]), disk.take_deletes()) == ([first, third], [(0, second)])
+    without = DiskConnector(DiskLimits(num_files=(0,), files=((),)))
+    assert (without.keep(0, first), without.take_deletes()) == (False, [])
+    host = StoredBlocks(2)
+    for step in ((first, second), (first, third)):
+        for each in step:
+            host.note(each, 0)
+        host.publish()
+        list(host.take_saves(0))
+    assert [each in host for each in (first, second, third)] == [True, False, True]
 
 
 def test_a_cleared_disk_has_no_files() -> None:
