@@ -3,6 +3,7 @@ layouts; and values laid over `config.json`."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.schemes import ScaledScheme
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import build_model, load_model_config
@@ -79,17 +81,26 @@ def newer(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_fields_that_are_left_out(kind: str) -> None:
-    """As in the published `config.json` of LLaVA 1.5 and Pixtral."""
-    text = {"model_type": kind, "rms_norm_eps": 1e-5}
-    found = read_text_config(
-        {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
-    )
-    default = transformers.AutoConfig.for_model(kind)
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        assert found[name] == getattr(default, name)
-    assert found.get("num_key_value_heads", 32) == default.num_key_value_heads
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_fields_that_are_left_out(kind: str, tmp_path: Path) -> None:
+    """As in the published `config.json` of LLaVA 1.5 and OneVision, and of Pixtral, whose null is
+    not the default."""
+    text = {"model_type": kind, "rms_norm_eps": 1e-5, "sliding_window": None}
+    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    found = load_model_config(tmp_path)
+    assert isinstance(found, DecoderConfig)
+    default = transformers.AutoConfig.for_model(kind, sliding_window=None)
+    size = default.hidden_size // default.num_attention_heads
+    assert found.windows == (None,) * default.num_hidden_layers
+    assert (found.vocab_size, found.hidden_size, found.intermediate_size, found.max_len) == (
+        default.vocab_size, default.hidden_size, default.intermediate_size,
+        default.max_position_embeddings,
+    )  # fmt: skip
+    assert (found.num_heads, found.num_kv_heads, found.head_size) == (
+        default.num_attention_heads, default.num_key_value_heads,
+        getattr(default, "head_dim", size),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from transformers import (
     Gemma4Processor,
     Idefics3Processor,
@@ -23,7 +25,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.features.pictures.prompt import place_pictures
 from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
 from aioinfer.models.vision.gemma4 import Gemma4Format
-from aioinfer.models.vision.idefics3 import Idefics3Format
+from aioinfer.models.vision.idefics3 import Idefics3Format, Idefics3Tower
 from aioinfer.models.vision.internvl import InternVLFormat
 from aioinfer.models.vision.llava import LlavaFormat, padded_to_square
 from aioinfer.models.vision.llava_onevision import OneVisionFormat
@@ -172,3 +174,17 @@ def test_runs_of_a_picture_are_one_span() -> None:
     assert pictures.positions is None
     with pytest.raises(ValueError, match="placeholder tokens"):
         place_pictures(ids[:-3], [processed], IDEFICS3)
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
+def test_fields_of_a_tower_that_are_left_out(kind: str) -> None:
+    """As in the published `config.json` of SmolVLM with 256 and 500 million parameters."""
+    given = {"hidden_size": 48, "num_attention_heads": 12, "image_size": 32, "patch_size": 16}
+    config = {"image_token_id": 7, "scale_factor": 2, "vision_config": given}
+    default = transformers.AutoConfig.for_model(kind).vision_config
+    format = Idefics3Format.read(config, {}, 2**20)
+    with torch.device("meta"):
+        tower = Idefics3Tower(config, format, 8)
+    layers = tower.vision_model.encoder.layers
+    assert len(layers) == default.num_hidden_layers
+    assert layers[0].mlp.fc1.out_features == default.intermediate_size

@@ -41,21 +41,28 @@ _ARCHITECTURES = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
-#: Fields of text models that configurations leave out, and whose defaults differ from the family's
-#: own; those of LLaVA, Pixtral and Qwen2-Audio leave out what is transformers' default.
+#: Fields of text models that published configurations of wrappers leave out: transformers writes
+#: no field of a part that has its class's default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"attention_bias": True},
     "llama": {
-        "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
-        "num_attention_heads": 32,
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
     },
     "mistral": {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
     },
     "qwen2": {
-        "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32,
+        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
+    "qwen3": {
+        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "head_dim": 128, "max_position_embeddings": 32_768,
     },
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }  # fmt: skip
@@ -110,7 +117,8 @@ def read_text_config(
     if names is None:
         return config
     given = {name: value for name, value in text.items() if value is not None}
-    merged = {**_DEFAULTS.get(kind, {}), **config, **given, "architectures": names}
+    nulls = dict.fromkeys(text.keys() - given.keys())  # such as that of sliding_window: no window
+    merged = {**nulls, **_DEFAULTS.get(kind, {}), **config, **given, "architectures": names}
     if config.get("tie_word_embeddings") is not None:  # the wrapper has the head
         merged["tie_word_embeddings"] = config["tie_word_embeddings"]
     if kind in _DIVIDED_HEADS:

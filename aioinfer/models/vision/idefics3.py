@@ -31,6 +31,11 @@ _LANCZOS = 1
 _HALF = (0.5, 0.5, 0.5)
 #: Pixels of a side, at most.
 _MAX_SIDE = 4096
+#: Fields of towers that the checkpoints of SmolVLM with 256 and 500 million parameters leave out.
+_TOWER: Mapping[str, Any] = {
+    "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "image_size": 224, "patch_size": 32,
+}  # fmt: skip
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
@@ -56,7 +61,7 @@ class Idefics3Format(PictureFormat):
     def read(cls, config: Mapping[str, Any], processor: Mapping[str, Any], max_pixels: int) -> Self:
         """Reads the decoded `config.json` of the model and the configuration of its processor;
         `max_pixels` has no effect. Raises `ConfigError` if a size is wrong."""
-        vision = config["vision_config"]
+        vision = {**_TOWER, **config["vision_config"]}
         tile = (processor.get("max_image_size") or {}).get("longest_edge", vision["image_size"])
         longest = (processor.get("size") or {}).get("longest_edge", 4 * tile)
         numbers = (tile, longest, vision["patch_size"], config.get("scale_factor", 2))
@@ -176,7 +181,7 @@ class Idefics3Tower(Tower):
 
     def __init__(self, config: Mapping[str, Any], format: Idefics3Format, hidden_size: int):
         super().__init__(format, hidden_size)
-        vision = config["vision_config"]
+        vision = {**_TOWER, **config["vision_config"]}
         self.vision_model = SiglipTransformer(vision)
         side = config.get("scale_factor", 2)
         self.connector = _Connector(vision["hidden_size"], side, hidden_size)
