@@ -242,7 +242,8 @@ class Bench:
             f"lora.targets={json.dumps(['experts'] * has_experts)}",
             "cache.enable_prefix_caching=false",
             f"model.max_model_len={self._options.input_len + self._options.output_len}",
-            f"scheduler.max_num_seqs={max(most, 64)}", *self._options.settings,
+            f"scheduler.max_num_seqs={max(most, 64)}", "speculation.method=none",
+            *self._options.settings,
         ]  # fmt: skip
         return _Server(file, settings, list(adapters))
 
