@@ -27,7 +27,7 @@ from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Planning
 from aioinfer.features.adapters.sections import DROP, READ, AdapterFiles
 from aioinfer.features.adapters.serving import Serving
-from aioinfer.features.adapters.worker import HostAdapters, Work
+from aioinfer.features.adapters.worker import READERS, HostAdapters, Work
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
@@ -384,7 +384,8 @@ async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> 
     try:
         may_go_on = threading.Event()
         planning, host = halves(llm)
-        host._thread.submit(may_go_on.wait, 60)
+        for _ in range(READERS):
+            host._threads.submit(may_go_on.wait, 60)
         cold = asyncio.create_task(generate(llm, llama, "small"))
         await until(lambda: planning._states)
         for _ in range(2):
@@ -714,7 +715,8 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     )
     first, may_go_on = host.read(1, files), threading.Event()
     first.result()
-    host._thread.submit(may_go_on.wait, 30)
+    for _ in range(READERS):
+        host._threads.submit(may_go_on.wait, 30)
     second = host.read(2, files)
     assert host.report() == [(1, READ)]
     assert host.read(1, files) is first
@@ -724,3 +726,8 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     assert host.read(2, files) is second
     assert host.report() == [(1, DROP)]
     assert {*host._kept} == {2}
+    third = host.read(3, files).result()  # in the memory of the first, which nothing reads
+    assert third is first.result()
+    other = HostAdapters(slots, 0)
+    other.reserve(2)
+    assert torch.equal(other.read(1, files).result().memory, third.memory)

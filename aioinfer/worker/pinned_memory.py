@@ -1,5 +1,6 @@
 """Memory of the host that is pinned, from and to which a GPU copies beside its kernels: KV blocks
-(`host_blocks`), the weights of a rank that sleeps (`rank_memory`), and offloaded weights."""
+(`host_blocks`), the weights of a rank that sleeps (`rank_memory`), offloaded weights, and adapters
+(`features.adapters`)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,26 @@ def unpin(addresses: Sequence[int], device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class GpuTransfers:
+class PinnedMemory:
+    """Pinned memory for copies from and to a GPU, for as long as this object exists. It is not of
+    torch's allocator, which rounds up to a power of two, and which records an event for each use:
+    that of a graph cannot be asked whether it is over. Threads may share it."""
+
+    def __init__(self, device: torch.device):
+        self._pinned: list[int] = []
+        weakref.finalize(self, unpin, self._pinned, device).atexit = False
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Returns memory, uint8 [nbytes], all zeros."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        pin(memory)
+        self._pinned.append(memory.data_ptr())
+        return memory
+
+
+class GpuTransfers(PinnedMemory):
     """Implements `layers.transfers.Transfers`, for offloaded weights.
 
     The copies are on a stream of their own, which joins the capture of a CUDA graph by the first
@@ -36,19 +56,8 @@ class GpuTransfers:
     """
 
     def __init__(self, device: torch.device):
+        super().__init__(device)
         self._stream = torch.cuda.Stream(device)
-        self._pinned: list[int] = []
-        weakref.finalize(self, unpin, self._pinned, device).atexit = False
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """See `Transfers.allocate`. The memory is not of torch's allocator, which records an event
-        for each use: that of a graph cannot be asked whether it is over."""
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        pin(memory)
-        self._pinned.append(memory.data_ptr())
-        return memory
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         """See `Transfers.start`."""

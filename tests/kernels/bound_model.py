@@ -84,7 +84,9 @@ class Bound:
                     for side, size in shapes.items()
                 }
                 weights[name] = AdapterWeights(**given, scale=0.7, merged=shape.merged)
-            slots.enter(slot, slots.pack(weights), 8 - slot)
+            packed = torch.empty(slots.slot_numbers, dtype=slots.backend.dtype)
+            slots.pack(weights, packed)
+            slots.enter(slot, packed, 8 - slot)
 
     def run(self, step: Step) -> torch.Tensor:
         """Returns the hidden states."""

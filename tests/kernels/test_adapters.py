@@ -164,7 +164,9 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
             )
             for name in "ab"
         }  # fmt: skip
-        slots.enter(slot, slots.pack(weights), rank)
+        packed = torch.empty(slots.slot_numbers, dtype=slots.backend.dtype)
+        slots.pack(weights, packed)
+        slots.enter(slot, packed, rank)
         added[slot] = torch.cat([0.5 * each.up @ each.down for each in weights.values()])
     of_tokens = torch.randint(-1, 3, (tokens,), dtype=torch.int32, generator=generator)
     slots.of_slots.copy_(of_tokens + 1)

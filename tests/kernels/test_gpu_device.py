@@ -488,7 +488,9 @@ def enter_adapter(slots: AdapterSlots, slot: int, rank: int) -> None:
     for module, shape in slots.modules.items():
         given = {side: random(*size) for side, size in shape.of_rank(rank).items()}
         weights[module] = AdapterWeights(**given, scale=0.5)
-    slots.enter(slot, slots.pack(weights), rank)
+    packed = torch.empty(slots.slot_numbers, dtype=slots.backend.dtype)
+    slots.pack(weights, packed)
+    slots.enter(slot, packed, rank)
 
 
 def test_rows_of_several_adapters_share_steps(folder: Path) -> None:

@@ -1,17 +1,19 @@
-"""Worker half of adapters: reads them into memory of the host, in a thread, and puts them into the
+"""Worker half of adapters: reads them into memory of the host, in threads, and puts them into the
 slots of the device.
 
 The host keeps what was used most recently, up to `LoraConfig.host_bytes`, each adapter in the form
 of a slot: it enters one by a single copy, on a stream of its own, which begins when the steps
-before are over and which later steps wait for.
+before are over and which later steps wait for. Memory of an adapter that is forgotten is used
+again: to allocate pinned memory takes longer than to read an adapter.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,16 +34,30 @@ from aioinfer.features.adapters.sections import (
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.backend import Backend
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
+from aioinfer.worker.pinned_memory import PinnedMemory
 
 _log = logging.getLogger(__name__)
 
+#: Threads that read adapters.
+READERS = 4
 #: A plan without rows waits so long for an adapter that is being read, and not longer: plans behind
 #: it wait as well.
 _MAX_WAIT_S = 0.02
 
 
-#: An adapter in the form of a slot, and its rank.
-_Packed = tuple[torch.Tensor, int]
+@dataclass(slots=True)
+class PackedAdapter:
+    """An adapter in the form of a slot.
+
+    Attributes:
+        memory: of the host, [numbers of a slot].
+        rank: of the adapter.
+        entered: the end of the last copy into a slot that reads the memory.
+    """
+
+    memory: torch.Tensor
+    rank: int = 0
+    entered: torch.cuda.Event | None = None
 
 
 class HostAdapters:
@@ -53,16 +69,31 @@ class HostAdapters:
     """
 
     def __init__(self, slots: AdapterSlots, max_bytes: int):
-        self._slots, self._max_bytes = slots, max_bytes
-        self._thread = ThreadPoolExecutor(1, "adapters")
-        self._kept: OrderedDict[int, Future[_Packed]] = OrderedDict()
-        self._unreported: dict[int, Future[_Packed]] = {}
+        self._slots, self._most = slots, max(1, max_bytes // slots.slot_bytes)
+        self._threads = ThreadPoolExecutor(READERS, "adapters")
+        self._kept: OrderedDict[int, Future[PackedAdapter]] = OrderedDict()
+        self._unreported: dict[int, Future[PackedAdapter]] = {}
         self._dropped: list[int] = []  # since the last report
+        self._free: deque[PackedAdapter] = deque()
+        device = slots.backend.device
+        self._pinned = PinnedMemory(device) if device.type == "cuda" else None
 
-    def read(self, number: int, files: AdapterFiles) -> Future[_Packed]:
+    def reserve(self, count: int) -> None:
+        """Allocates memory for so many adapters, as far as they may be kept."""
+        memory = self._allocate(min(count, self._most))
+        self._free.extend(PackedAdapter(each) for each in memory.unbind())
+
+    def _allocate(self, count: int) -> torch.Tensor:
+        """Returns memory for adapters [count, numbers of a slot]: pinned, if slots are on a GPU."""
+        dtype, shape = self._slots.backend.dtype, (count, self._slots.slot_numbers)
+        if self._pinned is None:
+            return torch.empty(shape, dtype=dtype)
+        return self._pinned.allocate(count * self._slots.slot_bytes).view(dtype).view(shape)
+
+    def read(self, number: int, files: AdapterFiles) -> Future[PackedAdapter]:
         """Begins to read an adapter that is not there, and returns it."""
         if number not in self._kept:
-            self._kept[number] = self._thread.submit(self._read, files)
+            self._kept[number] = self._threads.submit(self._read, files)
             self._unreported[number] = self._kept[number]
         self._kept.move_to_end(number)
         self._shrink(number)
@@ -70,25 +101,47 @@ class HostAdapters:
 
     def drop(self, number: int) -> None:
         """Forgets an adapter."""
-        self._kept.pop(number, None)
+        if (dropped := self._kept.pop(number, None)) is not None:
+            dropped.add_done_callback(self._free_memory)
         self._unreported.pop(number, None)
 
-    def _read(self, files: AdapterFiles) -> _Packed:
-        folder = Path(files.folder)
+    def _read(self, files: AdapterFiles) -> PackedAdapter:
+        folder, slots = Path(files.folder), self._slots
         with torch.inference_mode():
-            slots, weights = self._slots, read_weights(folder)
+            weights = read_weights(folder)
             _require_finite(weights, slots.backend.dtype, folder)
             if digest_adapter(folder, whole=False) != files.sample:
                 raise ValueError(f"{folder} has changed since the adapter was loaded")
-            return slots.pack(weights), rank_of(weights)
+            packed = self._take_memory()
+            packed.rank = rank_of(weights)
+            try:
+                slots.pack(weights, packed.memory)
+            except Exception:
+                self._free.append(packed)
+                raise
+        return packed
+
+    def _take_memory(self) -> PackedAdapter:
+        """Returns memory for an adapter that no copy reads any more."""
+        try:
+            packed = self._free.popleft()
+        except IndexError:
+            return PackedAdapter(self._allocate(1)[0])
+        if packed.entered is not None:
+            packed.entered.synchronize()
+        return packed
+
+    def _free_memory(self, ended: Future[PackedAdapter]) -> None:
+        """Lets the memory of an adapter that has been read be used again."""
+        if ended.exception() is None:
+            self._free.append(ended.result())
 
     def _shrink(self, used: int) -> None:
         """Forgets what is too much, but not `used`."""
         done = [n for n, future in self._kept.items() if future.done() and n != used]
-        most = max(1, self._max_bytes // self._slots.slot_bytes)
-        for number in done[: max(0, len(self._kept) - most)]:
+        for number in done[: max(0, len(self._kept) - self._most)]:
             if number not in self._unreported:
-                del self._kept[number]
+                self.drop(number)
                 self._dropped.append(number)
 
     def await_read(self, max_wait_s: float) -> None:
@@ -151,6 +204,7 @@ class Work(WorkerFeature):
     def begin_service(self) -> None:
         """See `WorkerFeature.begin_service`."""
         self._serves = True
+        self.host.reserve(len(self.rank.config.lora.adapters))
 
     def begin(self, plan: StepPlan) -> None:
         """See `WorkerFeature.begin`."""
@@ -183,7 +237,7 @@ class Work(WorkerFeature):
             if slot != READ:
                 self._enter(slot, reading, waits=bool(waits))
 
-    def _enter(self, slot: int, reading: Future[_Packed], *, waits: bool) -> None:
+    def _enter(self, slot: int, reading: Future[PackedAdapter], *, waits: bool) -> None:
         """Puts an adapter into a slot, once it has been read; one that cannot be read leaves a slot
         that adds nothing."""
         try:
@@ -192,13 +246,13 @@ class Work(WorkerFeature):
             self._adapters.ranks[slot] = 0
             return
         if self._copies is None:
-            self._adapters.enter(slot, *packed)
+            self._adapters.enter(slot, packed.memory, packed.rank)
             return
         current = torch.cuda.current_stream()
         self._copies.wait_stream(current)
         with torch.cuda.stream(self._copies):
-            self._adapters.enter(slot, *packed)
-            entered = self._copies.record_event()
+            self._adapters.enter(slot, packed.memory, packed.rank)
+            packed.entered = entered = self._copies.record_event()
         if waits:
             current.wait_event(entered)
         else:

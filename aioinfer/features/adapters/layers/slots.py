@@ -130,9 +130,14 @@ class AdapterSlots(AdapterTokens):
         return [size for part in self.parts for size in part.sizes]
 
     @property
+    def slot_numbers(self) -> int:
+        """Numbers of a slot."""
+        return sum(self._sizes) + sum(self._part_sizes)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return (sum(self._sizes) + sum(self._part_sizes)) * self.backend.dtype.itemsize
+        return self.slot_numbers * self.backend.dtype.itemsize
 
     def allocate(self, tokens: int, requests: int) -> None:
         """See `Extension.allocate`."""
@@ -150,17 +155,14 @@ class AdapterSlots(AdapterTokens):
             self.allocate_tokens(tokens, tuple(merged), inputs)
             self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
 
-    def pack(self, weights: Mapping[str, AdapterWeights]) -> torch.Tensor:
-        """Returns this rank's part of an adapter, given by checkpoint module, in the form of a
-        slot: on the host, in pinned memory if the slots are on a GPU."""
-        sizes, pinned = [*self._sizes, *self._part_sizes], self.backend.device.type == "cuda"
-        packed = torch.zeros(sum(sizes), dtype=self.backend.dtype, pin_memory=pinned)
-        rank, (downs, ups, *_) = rank_of(weights), packed.split(sizes)
+    def pack(self, weights: Mapping[str, AdapterWeights], packed: torch.Tensor) -> None:
+        """Writes this rank's part of an adapter, given by checkpoint module, in the form of a slot
+        into memory of the host [slot_numbers]."""
+        rank, (downs, ups) = rank_of(weights), packed.zero_()[: sum(self._sizes)].split(self._sizes)
         for product in self._all_products:
             product.put(downs, ups, weights, rank)
         for part, tensors in self._views(packed):
             part.put(tensors, weights, rank)
-        return packed
 
     def _views(self, packed: torch.Tensor) -> Iterator[tuple[AdapterPart, list[torch.Tensor]]]:
         """Yields the parts, each with its tensors in a packed slot."""
