@@ -38,9 +38,9 @@ def wav(samples: np.ndarray, rate: int = RATE, width: int = 2) -> bytes:
     return buffer.getvalue()
 
 
-def decode(data: bytes, config: MediaConfig = CONFIG) -> np.ndarray:
+def decode(data: bytes) -> np.ndarray:
     with mock.patch.object(MediaConfig, "max_seconds", 5):
-        return decode_sound(data, RATE, config, "file")
+        return decode_sound(data, RATE, CONFIG, "file")
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -141,7 +141,7 @@ def test_hours_of_silence_take_no_more_memory_than_the_longest_file() -> None:
     buffer = io.BytesIO()
     soundfile.write(buffer, np.zeros((7200 * 8000, 2), np.int16), 8000, format="FLAC")
     with memory_watched() as memory, pytest.raises(FieldError, match="3600 seconds"):
-        decode(buffer.getvalue(), MediaConfig())
+        decode_sound(buffer.getvalue(), RATE, CONFIG, "file")  # an hour is the maximum
     assert memory.most < 300 * 2**20
 
 

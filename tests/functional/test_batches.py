@@ -338,7 +338,8 @@ async def test_a_batch_whose_results_cannot_be_written_fails(
     assert (batch.status, batch.error_file_id) == ("failed", None)
     assert "IsADirectoryError" in batch.errors.data[0].message
     results = parse((await client.files.content(batch.output_file_id)).content)
-    assert [r["custom_id"] for r in results] == [f"request-{n}" for n in range(len(results))]
+    answered = [f"request-{n}" for n in range(32) if n != 30]  # 31 may come at the same time as 30
+    assert [r["custom_id"] for r in results] == answered[: len(results)]
     assert len(results) >= batch.request_counts.completed > 0
     for file_id in (batch.output_file_id, batch.input_file_id):
         assert (await client.files.delete(file_id)).deleted

@@ -82,8 +82,9 @@ async def test_a_chat_and_what_is_wrong_with_a_request(llm: AsyncLLM) -> None:
     fields = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     same = await last_of(llm.chat(question[0]["content"], fields))
     assert (same.outputs[0].text, same.finished) == (answer.text, True)
-    with pytest.raises(RequestError, match="max_tokens"):
+    with pytest.raises(RequestError, match="maximum context length is 256") as raised:
         await llm.add_request(PROMPT, greedy(1000))
+    assert raised.value.param == "max_tokens"
     stream = await llm.add_request(PROMPT, greedy(50), request_id="same")
     with pytest.raises(RequestError, match="under way"):
         await llm.add_request(PROMPT, greedy(5), request_id="same")
@@ -212,8 +213,9 @@ def test_steps_return_what_is_new(engine: LLMEngine) -> None:
     lengths = {f"r{number}": 2 + 3 * number for number in range(5)}
     for name, length in lengths.items():
         engine.add_request(name, PROMPT, greedy(length))
-    with pytest.raises(RequestError, match="max_tokens"):
+    with pytest.raises(RequestError, match="maximum context length is 256") as raised:
         engine.add_request("too long", PROMPT, greedy(1000))
+    assert raised.value.param == "max_tokens"
     seen: dict[str, Any] = {}
     while engine.has_unfinished_requests():
         outputs = engine.step()
