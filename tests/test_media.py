@@ -7,10 +7,8 @@ import asyncio
 import base64
 import io
 import os
-import struct
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,17 +22,13 @@ from aioinfer.config import MediaConfig
 from aioinfer.errors import FieldError
 from aioinfer.media.picture import decode_picture
 from aioinfer.media.source import MediaReader, MediaSource, is_public
+from tests.hostile_pictures import png
 from tests.vision_models import as_file, picture
 from tests.watching import memory_watched
 
 CONFIG = MediaConfig(max_bytes=2**20)
 RGB = picture(64, 48, 1)
 PNG, JPEG = as_file(RGB), as_file(RGB, "JPEG")
-
-
-@pytest.fixture(autouse=True)
-def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MediaConfig, "max_pixels", 10**6)
 
 
 def read(url: str, config: MediaConfig = CONFIG, *, is_base64: bool = False) -> bytes:
@@ -200,82 +194,6 @@ def test_public_addresses() -> None:
 # -------------------------------------------------------------------- files
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png(width: int, height: int, *, depth: int = 8, colour: int = 2, pixels: bytes = b"") -> bytes:
-    """Returns a PNG with any header."""
-    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    body = chunk(b"IDAT", zlib.compress(pixels))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + body + chunk(b"IEND", b"")
-
-
-def bmp(width: int, height: int) -> bytes:
-    """Returns a BMP without pixels."""
-    numbers = 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0
-    return b"BM" + struct.pack("<IHHIIiiHHIIiiII", *numbers)
-
-
-def frames(format: str) -> bytes:
-    others = [picture(32, 32, seed) for seed in (2, 3)]
-    return as_file(picture(32, 32, 1), format, save_all=True, append_images=others)
-
-
-def tiff() -> bytes:
-    return as_file(RGB, "TIFF")
-
-
-HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty text": (lambda: b" ", "is not a picture"),
-    "html": (lambda: b"<html><img src=x></html>", "is not a picture"),
-    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a picture"),
-    "a zip": (lambda: b"PK\x03\x04" + bytes(100), "is not a picture"),
-    "a pdf": (lambda: b"%PDF-1.7\n" + bytes(100), "is not a picture"),
-    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
-    "tiff": (tiff, "is not a picture"),
-    "a png's head": (lambda: PNG[:8], "is not a picture|is broken"),
-    "a truncated png": (lambda: PNG[: len(PNG) // 2], "is broken"),
-    "a png without its end": (lambda: PNG[:-40], "is broken"),
-    "a truncated jpeg": (lambda: JPEG[: len(JPEG) // 2], "is broken"),
-    "a jpeg's head": (lambda: JPEG[:20], "is not a picture|is broken"),
-    "a png without width": (lambda: png(0, 5), "no pixels|is broken|is not a picture"),
-    "a png without height": (lambda: png(5, 0), "no pixels|is broken|is not a picture"),
-    "a png of many pixels": (lambda: png(40_000, 40_000), "more than 1000000 pixels"),
-    "a png of the largest size": (lambda: png(2**31 - 1, 2**31 - 1), "more than|is broken"),
-    "a png of one wide line": (lambda: png(1_000_001, 1), "more than 1000000 pixels"),
-    "a png of too few pixels": (lambda: png(100, 100, pixels=bytes(50)), "is broken"),
-    "a png bomb": (lambda: png(9000, 9000, pixels=bytes(20 * 2**20)), "more than 1000000 pixels"),
-    "a png of an unknown depth": (lambda: png(5, 5, depth=3), "broken|is not a picture"),
-    "a png with a broken sum": (lambda: PNG[:40] + b"\0\0\0\0" + PNG[44:], "is broken|not a pict"),
-    "a gif of frames": (lambda: frames("GIF"), "is animated"),
-    "a png of frames": (lambda: frames("PNG"), "is animated"),
-    "a webp of frames": (lambda: frames("WEBP"), "is animated"),
-    "a gif of no size": (lambda: b"GIF89a" + bytes(7) + b";", "no pixels|is broken|not a picture"),
-    "a bmp of negative width": (lambda: bmp(-5, -5), "no pixels|is broken|not a picture|more than"),
-    "a bmp of many pixels": (lambda: bmp(60_000, 60_000), "more than 1000000 pixels"),
-    "a webp's head": (lambda: b"RIFF\x10\0\0\0WEBPVP8 " + bytes(8), "is broken|is not a picture"),
-    "noise behind a png's head": (lambda: PNG[:33] + os.urandom(500), "is broken|is not a picture"),
-    "noise behind a jpeg's head": (
-        lambda: b"\xff\xd8\xff\xe0" + os.urandom(500), "is broken|is not a picture"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_file_that_is_refused(name: str) -> None:
-    make, message = HOSTILE[name]
-    with pytest.raises(FieldError, match=message) as caught:
-        decode(make())
-    assert caught.value.param == "place"
-
-
-@pytest.mark.parametrize("kept", range(0, len(PNG) - 16, len(PNG) // 23))
-def test_any_beginning_of_a_png(kept: int) -> None:
-    with pytest.raises(FieldError):
-        decode(PNG[:kept])
-
-
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_changed_bytes_never_raise_anything_else(format: str) -> None:
     source = np.random.default_rng(5)
@@ -336,15 +254,6 @@ def test_a_bomb_takes_neither_memory_nor_time() -> None:
         took = time.perf_counter() - began
     assert took < 0.2
     assert memory.most < 50 * 2**20
-
-
-@pytest.mark.extended
-def test_the_largest_picture_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # `few_pixels`: as many as are allowed
-    data = as_file(Image.new("RGBA", (5000, 5000), (9, 8, 7, 6)))
-    with memory_watched() as memory:
-        assert decode(data, MediaConfig()).size == (5000, 5000)
-    assert 50 * 2**20 < memory.most < 300 * 2**20
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

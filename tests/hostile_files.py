@@ -1,0 +1,63 @@
+"""What tests of hostile files have in common, pictures and sound."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from tests.watching import children, costs_watched, open_files
+
+BIG = 2**32 - 1
+#: What a file may take: seconds of the event loop, and bytes.
+_MAX_PAUSE_S, _MAX_BYTES = 0.05, 300 * 2**20
+Make = Callable[[], bytes]
+
+
+def riff(*chunks: bytes, kind: bytes = b"RIFF", form: bytes = b"WAVE", size: int = BIG) -> bytes:
+    """Returns a RIFF file: a WAV or a WebP."""
+    return kind + struct.pack("<I", size) + form + b"".join(chunks)
+
+
+def riff_chunk(kind: bytes, data: bytes = b"", size: int | None = None) -> bytes:
+    return kind + struct.pack("<I", len(data) if size is None else size) + data
+
+
+def put(data: bytes, place: int, *others: int) -> bytes:
+    """Returns a file with other bytes at a place."""
+    return data[:place] + bytes(others) + data[place + len(others) :]
+
+
+def noise(count: int) -> bytes:
+    return np.random.default_rng(0).integers(0, 256, count, np.uint8).tobytes()
+
+
+def cuts(makes: Mapping[str, Make], *percents: int) -> dict[str, Make]:
+    """Returns what is left of files, in hundredths."""
+    return {
+        f"{name}: {kept} % of it": (
+            lambda make=make, kept=kept: make()[: len(make()) * kept // 100]  # type: ignore[misc]
+        )
+        for name, make in makes.items()
+        for kept in percents
+    }
+
+
+@asynccontextmanager
+async def costs_bounded() -> AsyncIterator[None]:
+    """Context in which neither memory nor the event loop may be taken beyond the bounds."""
+    async with costs_watched() as (memory, pauses):
+        yield
+    assert memory.most < _MAX_BYTES
+    assert pauses.most < _MAX_PAUSE_S
+
+
+@asynccontextmanager
+async def nothing_left() -> AsyncIterator[None]:
+    """Context that leaves neither processes nor open files behind."""
+    before = children(), open_files()
+    yield
+    assert set(children()) <= set(before[0])
+    assert open_files() <= before[1] + 8  # connections of the client
