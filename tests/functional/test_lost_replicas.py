@@ -7,7 +7,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 from aioinfer.api.event_stream import STREAM_HEADER
 from aioinfer.config import Config, load_config
+from aioinfer.gateway import members
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address
 from tests.functional.test_lifecycle import ROOT
@@ -46,7 +47,10 @@ USAGE = {"stream_options": {"include_usage": True}}
 #: Requests whose stream another replica goes on with.
 RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", STORY | USAGE),
-    "two choices": ("/v1/completions", STORY | {"n": 2} | USAGE),
+    "two choices": (
+        "/v1/completions",
+        STORY | {"n": 2, "temperature": 1.0, "seed": 7} | USAGE,
+    ),
     "token ids": ("/v1/completions", STORY | {"return_token_ids": True} | USAGE),
     "a seed": ("/v1/completions", STORY | {"temperature": 1.0, "seed": 7} | USAGE),
     "penalties": ("/v1/completions", STORY | {"frequency_penalty": 1.0} | USAGE),
@@ -82,6 +86,8 @@ WHOLE = {
 }
 #: What CI runs of them.
 FEW = ("completion", "a schema", "messages", "whole completion")
+#: Fields of events with a part of the text or of the tokens.
+PARTS = ("text", "content", "delta", "tokens", "token_ids")
 
 
 @dataclass
@@ -123,6 +129,12 @@ class Fleet:
         return self.gateway.metrics.registry.get_sample_value(f"aioinfer:gateway_{name}_total") or 0
 
 
+@pytest.fixture(autouse=True)
+def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New members are known long before a reply ends."""
+    monkeypatch.setattr(members, "_ASK_S", 0.02)
+
+
 @pytest.fixture(scope="module")
 def config() -> Config:
     return load_config("configs/smollm2.toml", SETTINGS)
@@ -130,12 +142,12 @@ def config() -> Config:
 
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Fleet]:
-    members: list[Address] = []
+    addresses: list[Address] = []
 
     async def discover() -> Iterable[Address]:
-        return members
+        return addresses
 
-    fleet = Fleet(Gateway(config, discover, TOKEN), members)
+    fleet = Fleet(Gateway(config, discover, TOKEN), addresses)
     url = await fleet.gateway.start()
     async with aiohttp.ClientSession(url) as fleet.http:
         try:
@@ -176,12 +188,22 @@ class Reply:
         return [json.loads(line) for line in lines if line.startswith(b"{")]
 
     def essence(self) -> Any:
-        """Returns what does not differ from one request to the next."""
+        """Returns what does not differ from one request to the next. The order among the events of
+        several choices may differ, and which tokens share an event."""
         events = self.events()
         assert b"\n:" not in self.data, "marks are between gateways and replicas"
         ids = {event[name] for event in events for name in ("id", "created") if name in event}
         assert len(ids) <= 2
-        return [_without(event) for event in events]
+        numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
+        assert numbers == list(range(len(numbers)))
+        ordered = sorted(events[:-1], key=_choices) + events[-1:]
+        found: list[dict[Any, Any]] = []
+        for event in (dict(_leaves(_without(event))) for event in ordered):
+            if found and (joined := _joined(found[-1], event)) is not None:
+                found[-1] = joined
+            else:
+                found.append(event)
+        return found
 
 
 def _kill_rank(pid: int) -> None:
@@ -194,12 +216,42 @@ def _streamed(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return path, {"stream": True} | body
 
 
+def _choices(event: dict[str, Any]) -> list[int]:
+    """Returns the numbers of the choices in an event."""
+    return [choice["index"] for choice in event.get("choices", ())]
+
+
+def _leaves(value: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields the values of an event, a part as one, each behind its path."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list) and path[-1] not in PARTS:
+        items = list(enumerate(value))
+    if not items:
+        yield path, value
+    for name, item in items:
+        yield from _leaves(item, *path, name)
+
+
+def _joined(first: dict[Any, Any], second: dict[Any, Any]) -> dict[Any, Any] | None:
+    """Returns the leaves of an event that brings what two bring, one after the other. None unless
+    the second brings a part, and the first has all of its other leaves."""
+    parts = {path for path in first.keys() & second if path[-1] in PARTS}
+    counted = {path for path in second if path[-1] == "tokens_predicted"}
+    rest = [(path, second[path]) for path in second.keys() - parts - counted]
+    if not any(second[path] for path in parts) or not all(item in first.items() for item in rest):
+        return None
+    return first | second | {path: first[path] + second[path] for path in parts}
+
+
 def _without(value: Any) -> Any:
-    """Returns a value without ids and times."""
+    """Returns a value without ids, times and numbers of events."""
     dropped = {
         "id", "item_id", "created", "created_at", "system_fingerprint", "timings", "total_duration",
         "prompt_eval_duration", "eval_duration", "tokens_cached", "prompt_tokens_details",
         "input_tokens_details", "cache_read_input_tokens", "input_tokens", "total_tokens",
+        "sequence_number",
     }  # fmt: skip
     if isinstance(value, dict):
         return {name: _without(item) for name, item in value.items() if name not in dropped}
@@ -244,7 +296,7 @@ async def test_a_stream_outlives_one_replica_after_the_other(config: Config) -> 
     """As long as there is a token between: one that is killed, one whose worker is killed and not
     restarted, and one that hangs. At last it ends on a fourth."""
     worker = ("parallel.executor=multiprocess", "parallel.restart_workers=0")
-    path, body = _streamed("/v1/completions", STORY | {"max_tokens": 150} | USAGE)
+    path, body = _streamed("/v1/completions", STORY | {"max_tokens": 300} | USAGE)
     async with running(config) as fleet:
         first, second, third, fourth = await asyncio.gather(
             fleet.start_replica("a"),
@@ -255,12 +307,15 @@ async def test_a_stream_outlives_one_replica_after_the_other(config: Config) -> 
         await fleet.be(first)
         reply, reading = await fleet.begin(path, body)
         await fleet.be(first, second)
+        assert not reading.done()
         await fleet.kill(first)
         await reply.grow()
         await fleet.be(second, third)
+        assert not reading.done()
         await asyncio.to_thread(_kill_rank, fleet.processes["b"].pid)
         await reply.grow()
         await fleet.be(third, fourth)
+        assert not reading.done()
         fleet.processes["c"].send_signal(signal.SIGSTOP)
         await reading
         assert fleet.count("lost_requests") == fleet.count("resumed_requests") == 3
