@@ -222,7 +222,8 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
 def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
     """Returns a matrix of an open file of safetensors. Raises `ConfigError` for one that is not a
     matrix, or has other numbers."""
-    shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
+    part = file.get_slice(name)
+    shape, dtype = part.get_shape(), part.get_dtype()
     if dtype not in _DTYPES:
         raise ConfigError(f"the adapter's {name} has {dtype}, and not {', '.join(_DTYPES)}")
     if len(shape) != 2:

@@ -70,7 +70,8 @@ class HostAdapters:
 
     def __init__(self, slots: AdapterSlots, max_bytes: int):
         self._slots, self._most = slots, max(1, max_bytes // slots.slot_bytes)
-        self._threads = ThreadPoolExecutor(READERS, "adapters")
+        # an adapter is many small matrices, for which more threads would only wait for each other
+        self._threads = ThreadPoolExecutor(READERS, "adapters", torch.set_num_threads, (1,))
         self._kept: OrderedDict[int, Future[PackedAdapter]] = OrderedDict()
         self._unreported: dict[int, Future[PackedAdapter]] = {}
         self._dropped: list[int] = []  # since the last report
@@ -169,10 +170,11 @@ def _require_finite(
     """Raises ValueError for an adapter with numbers that are NaN or infinite in a dtype: tokens
     without it are multiplied with its matrices, too, by zeros, and would be NaN. All ranks look at
     all numbers, so that they agree."""
+    most = torch.finfo(dtype).max
     for module, each in weights.items():
         for given, scale in ((each.down, 1.0), (each.up, each.scale)):
-            ends = torch.stack(given.aminmax()) if given.numel() else given.new_zeros(2)
-            if not (ends.float() * scale).to(dtype).isfinite().all():
+            ends = [end.item() for end in given.aminmax()] if given.numel() else []
+            if not all(abs(end * scale) <= most for end in ends):  # nor of NaN
                 raise ValueError(f"{folder}: {module} has numbers that are not finite in {dtype}")
 
 

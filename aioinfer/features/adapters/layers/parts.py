@@ -136,8 +136,10 @@ def put_rows(
         ranks = slice(first, first + len(weights.down))
         matrix = weights.down[:, columns.start : columns.start + columns.size]
         down[ranks] = matrix if input_order is None else matrix[:, input_order]
-        own = weights.up[source.rows.start : source.rows.start + source.rows.size].float()
-        up[rows, ranks] = (own * (weights.scale * source.scale)).to(up.dtype)
+        own = weights.up[source.rows.start : source.rows.start + source.rows.size]
+        if own.dtype != up.dtype:  # as it is it is multiplied in float32, and rounded once
+            own = own.float()
+        torch.mul(own, weights.scale * source.scale, out=up[rows, ranks])
 
 
 def aligned(numbers: int) -> int:
