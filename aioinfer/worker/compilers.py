@@ -93,6 +93,15 @@ def may_compile() -> bool:
     return Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None
 
 
+def hash_compiler() -> None:
+    """Has Triton hash its own files, half a second, which it does before it compiles a kernel or
+    looks for it on disk; a process that is forked knows the hash."""
+    with contextlib.suppress(ImportError):  # elsewhere in other versions, which do it later
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def compile_with(compilers: Compilers) -> Callable[..., Any]:
     """Returns a substitute for Triton's `compile` that has other processes compile a kernel which
     is not on disk yet."""

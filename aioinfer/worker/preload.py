@@ -8,8 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import threading
 
-from aioinfer.worker.compilers import may_compile
+from aioinfer.worker.compilers import hash_compiler, may_compile
 from aioinfer.worker.process import name_process, set_library_defaults
 
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
@@ -27,9 +28,15 @@ atexit.register(os._exit, 0)
 name_process("aioinfer-fork")
 set_library_defaults()
 
+hashing = threading.Thread(target=hash_compiler)
+if may_compile():
+    hashing.start()
+
 import aioinfer.worker.worker  # noqa: E402, F401
 
 if may_compile():
     import triton.compiler  # noqa: F401
+
+    hashing.join()  # threads end with a fork
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on the parent may have workers

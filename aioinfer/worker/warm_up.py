@@ -27,7 +27,7 @@ from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.step import HostRows, Step
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.compilers import Compilers, compile_with
+from aioinfer.worker.compilers import Compilers, compile_with, hash_compiler
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.step_graphs import (
     MIXED_GRAPH_TOKENS,
@@ -323,8 +323,9 @@ class GraphBodies:
 
     @torch.inference_mode()
     def time_decodes(self) -> list[tuple[int, float, bool]]:
-        """Returns (rows, seconds, whether with lookahead) of the captured decode steps. Rows have
-        `_TIMED_KEYS` keys; they write into the first KV block."""
+        """Returns (rows, seconds, whether with lookahead) of the captured decode steps: every other
+        size is timed, and what is between two is interpolated. Rows have `_TIMED_KEYS` keys; they
+        write into the first KV block."""
         device, slots = self.device, self.device.slots
         plan, graphs = device.plan, device.graphs
         numbers = torch.arange(plan.rows, dtype=torch.int32, device=slots.device)
@@ -333,11 +334,14 @@ class GraphBodies:
         plan.row_section(2, plan.rows).fill_(1)
         plan.row_section(5, plan.rows).fill_(1)
         plan.row_section(6, plan.rows).fill_(slots.max_model_len)
-        found = [
-            (rows, _seconds_of(graph.replay), graph_set is graphs.lookahead)
-            for graph_set in (graphs.decode, graphs.lookahead)
-            for rows, graph in sorted(graph_set.graphs.items())
-        ]
+        found: list[tuple[int, float, bool]] = []
+        for graph_set in (graphs.decode, graphs.lookahead):
+            sizes = sorted(graph_set.graphs)
+            timed = sorted({*sizes[::2], *sizes[-1:]})
+            seconds = [_seconds_of(graph_set.graphs[rows].replay) for rows in timed]
+            for rows in sizes:
+                between = float(np.interp(rows, timed, seconds))
+                found.append((rows, between, graph_set is graphs.lookahead))
         plan.values.zero_()
         plan.clear_growth()
         return found
@@ -437,10 +441,7 @@ def prepare_compiler() -> None:
     own while the model is made."""
     from triton.runtime import driver
 
-    with contextlib.suppress(ImportError):  # elsewhere in other versions, which do it later
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+    hash_compiler()
     _ = driver.active
 
 
