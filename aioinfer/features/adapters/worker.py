@@ -10,7 +10,6 @@ again: to allocate pinned memory takes longer than to read an adapter.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -41,10 +40,6 @@ _log = logging.getLogger(__name__)
 
 #: Threads that read adapters.
 READERS = 4
-#: Seconds after which Python lets another thread go on. To read an adapter takes thousands of short
-#: operations without Python's lock, and after each one a reader waits for the lock as long as this
-#: while a step is being launched: with the usual 5 ms a read took seconds beside steps.
-_SWITCH_S = 0.0005
 #: A plan without rows waits so long for an adapter that is being read, and not longer: plans behind
 #: it wait as well.
 _MAX_WAIT_S = 0.02
@@ -212,8 +207,6 @@ class Work(WorkerFeature):
         """See `WorkerFeature.begin_service`."""
         self._serves = True
         self.host.reserve(len(self.rank.config.lora.adapters))
-        if self._copies is not None:
-            sys.setswitchinterval(_SWITCH_S)
 
     def begin(self, plan: StepPlan) -> None:
         """See `WorkerFeature.begin`."""
