@@ -38,8 +38,9 @@ from aioinfer.scheduler.request import Request, RequestStatus, Use
 
 #: The state of an adapter that is being read.
 _READING = 0
-#: Adapters that are being read at a time, at most.
-_MAX_READING = 4
+#: Adapters that workers are to read at a time, at most: more than they have threads, since the next
+#: ones begin behind a step, and one with long prompts takes as long as several reads.
+_MAX_READING = 16
 
 
 @dataclass(frozen=True, slots=True)
