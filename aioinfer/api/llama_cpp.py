@@ -37,7 +37,6 @@ from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.engine.pictures import for_template
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.ipc.sections import F32
@@ -303,20 +302,18 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 async def apply_template(request: web.Request, body: protocol.ChatRequest) -> web.Response:
     """Returns the prompt that the chat template makes of a conversation, as text."""
     frontend = frontend_of(request)
-    tokenizer = frontend.require_tokenizer("messages")
     messages, options = await template_messages(body.messages), protocol.template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
-    shown = for_template(shown)
-    chat = await asyncio.to_thread(tokenizer.render_chat, shown, tools=tools, **options)
-    data = await asyncio.to_thread(encode, TemplateReply(prompt=chat.text))
+    prompt = await frontend.render_chat(shown, tools=tools, **options)
+    data = await asyncio.to_thread(encode, TemplateReply(prompt=prompt))
     return web.Response(body=data, content_type="application/json")
 
 
 async def props(request: web.Request) -> LlamaProps:
     """Describes the server and the model, as far as clients look at it."""
     frontend = frontend_of(request)
-    tokenizer = frontend.tokenizer
+    tokenizer, modalities = frontend.tokenizer, frontend.input_modalities
     special = {} if tokenizer is None else tokenizer.describe()["special_tokens"]
     settings = _settings(LlamaCompletion(prompt=""), frontend.defaults.sampling_params())
     return LlamaProps(
@@ -324,7 +321,7 @@ async def props(request: web.Request) -> LlamaProps:
         total_slots=sum(e.scheduler.limits.max_num_seqs for e in frontend.engines),
         model_alias=frontend.config.served_model_names[0],
         model_path=frontend.config.model.path,
-        modalities={"vision": False, "audio": False},
+        modalities={"vision": "image" in modalities, "audio": "audio" in modalities},
         chat_template="" if tokenizer is None else tokenizer.chat_template_text,
         bos_token=special.get("bos_token", ""),
         eos_token=special.get("eos_token", ""),

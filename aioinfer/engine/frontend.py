@@ -396,8 +396,7 @@ class Frontend:
                 messages, _ = reader.for_template(messages)
             return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
         if reader is None:
-            name = self.config.served_model_names[0]
-            raise not_read(first_source(messages), f"the model {name!r}")
+            raise self._not_read(messages)
         pictures = await reader.read(messages)
         messages, marker = reader.for_template(messages)
         try:
@@ -410,6 +409,25 @@ class Frontend:
             return reader.place(ids, pictures)
         finally:
             pictures.clear()  # a thread or an error may refer to the list for longer
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Returns the prompt that the chat template makes of a conversation, as text: with the
+        model's marker for each picture, which is not read.
+
+        Raises `RequestError`.
+        """
+        tokenizer, reader = self.require_tokenizer("messages"), self._pictures
+        if reader is not None:
+            count = len(reader.sources(messages))
+            messages, marker = reader.for_template(messages)
+            options["expand"] = lambda text: reader.mark(text, count, marker)
+        elif has_pictures(messages):
+            raise self._not_read(messages)
+        return (await asyncio.to_thread(tokenizer.render_chat, messages, **options)).text
+
+    def _not_read(self, messages: Sequence[Mapping[str, Any]]) -> RequestError:
+        """Returns the error of a conversation with pictures, which the model does not read."""
+        return not_read(first_source(messages), f"the model {self.config.served_model_names[0]!r}")
 
     def require_transcriber(self) -> Transcriber:
         """Returns what makes prompts of sound. Raises `RequestError` for a model that does not

@@ -169,9 +169,9 @@ class PictureReader:
         """Drops work that has not begun. Does not wait."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedPicture]:
-        """Returns the pictures of a conversation, in their order. Raises `RequestError`, and
-        `OverloadedError` where other requests have too many."""
+    def sources(self, messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
+        """Returns where the pictures of a conversation come from, in their order. Raises
+        `RequestError` for too many, and for those that the model does not read."""
         sources = [_source_of(part, place) for place, part in _picture_parts(messages)]
         if len(sources) > self._config.max_pictures:
             raise FieldError(
@@ -182,6 +182,12 @@ class PictureReader:
         for source in sources:
             if source.is_sound != self._format.hears:
                 raise not_read(source)
+        return sources
+
+    async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedPicture]:
+        """Returns the pictures of a conversation, in their order. Raises `RequestError`, and
+        `OverloadedError` where other requests have too many."""
+        sources = self.sources(messages)
         found, format = [], self._format.among(len(sources))
         for source in sources:  # one after the other: a request does not fill memory by itself
             if self.held_bytes >= _MAX_HELD_BYTES:
@@ -244,18 +250,28 @@ class PictureReader:
         """Returns a rendered conversation, in which no text of a client has special tokens, with
         each picture's text in the place of its marker. Raises `RequestError` if the chat template
         has written more or fewer markers than there are pictures."""
-        pieces = text.split(marker)
-        if len(pieces) != len(pictures) + 1:
-            what = "clips of sound" if self._format.hears else "pictures"
-            raise RequestError(
-                f"the conversation has {len(pictures)} {what}, and the chat template has written "
-                f"places for {len(pieces) - 1}",
-                param="messages",
-            )
+        pieces = self._between(text, len(pictures), marker)
         found = [pieces[0]]
         for picture, piece in zip(pictures, pieces[1:], strict=True):
             found += self._format.text(picture, self._text_of), piece
         return "".join(found)
+
+    def mark(self, text: str, count: int, marker: str) -> str:
+        """Returns a rendered conversation as `expand`, with the model's marker alone for each of
+        its pictures."""
+        return self._marker.join(self._between(text, count, marker))
+
+    def _between(self, text: str, count: int, marker: str) -> list[str]:
+        """Returns the texts before, between and behind so many pictures. Raises `RequestError`."""
+        pieces = text.split(marker)
+        if len(pieces) != count + 1:
+            what = "clips of sound" if self._format.hears else "pictures"
+            raise RequestError(
+                f"the conversation has {count} {what}, and the chat template has written "
+                f"places for {len(pieces) - 1}",
+                param="messages",
+            )
+        return pieces
 
     def place(self, ids: Sequence[int], pictures: Sequence[ProcessedPicture]) -> PicturePrompt:
         """Returns the prompt of an expanded conversation that was encoded. Raises

@@ -127,6 +127,9 @@ async def test_models_tell_what_they_read(sighted: Served, served: Served) -> No
     for server, expected in ((sighted, True), (served, False)):
         shown = await server.post("/api/show")
         assert ("vision" in shown["capabilities"]) == expected
+        async with server.http.get("/props") as response:
+            modalities = (await response.json())["modalities"]
+        assert modalities == {"vision": expected, "audio": False}
 
 
 async def test_a_conversation_goes_on_with_a_stored_picture(sighted: Served) -> None:
@@ -146,6 +149,25 @@ async def test_texts_of_special_tokens_are_no_pictures(sighted: Served) -> None:
     assert reply["count"] > plain["count"] + 30
     pads = [sum(token == 260 for token in each["tokens"]) for each in (reply, plain)]
     assert pads[0] == pads[1]
+
+
+@pytest.mark.parametrize("template_reads", [True, False])
+async def test_a_template_is_applied_without_reading_pictures(
+    template_reads: bool, sighted: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = ("<|vision_start|>", "<|vision_end|>") if template_reads else ("", "\n")
+    if not template_reads:  # as InternVL's first ones, which know texts alone
+        reader = sighted.frontend._pictures
+        assert reader is not None
+        monkeypatch.setattr(reader, "_writes_marker", False)
+        monkeypatch.setattr(type(reader._format), "behind", "\n")
+    content = [image_url({"url": BROKEN}), {"type": "text", "text": "<|image_pad|>"}]
+    reply = await sighted.post("/apply-template", messages=picture_first(content))
+    picture = "<|image_pad|>".join(around)
+    assert f"<|im_start|>user\n{picture}<|image_pad|><|im_end|>\n" in reply["prompt"]
+    many = picture_first([image_url({"url": BROKEN})] * 4)
+    reply = await sighted.post("/apply-template", 400, messages=many)
+    assert "one too many" in reply["error"]["message"]
 
 
 BROKEN = "data:image/png;base64," + base64.b64encode(as_file(PICTURE)[:300]).decode()
@@ -245,9 +267,10 @@ async def test_models_refuse_what_they_do_not_read(sighted: Served, served: Serv
         (served, sound, "input_audio.data", "is a sound, and the model 'smollm2' hears none"),
         (sighted, sound, "input_audio.data", "is a sound, and the model hears none"),
     ):
-        reply = await server.post("/v1/chat/completions", 400, messages=messages)
-        assert reply["error"]["param"] == f"messages[0].content[1].{place}"
-        assert message in reply["error"]["message"]
+        for path in (CHAT, "/apply-template"):
+            reply = await server.post(path, 400, messages=messages)
+            assert reply["error"]["param"] == f"messages[0].content[1].{place}"
+            assert message in reply["error"]["message"]
 
 
 async def test_the_loop_is_not_held_up(sighted: Served) -> None:
