@@ -20,7 +20,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models import loader
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
-from aioinfer.models.registry import build_model
+from aioinfer.models.registry import build_model, load_model_config
 from tests.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -182,6 +182,25 @@ def test_tensors_that_are_computed_or_tied_may_lie_there(tmp_path: Path):
     }
     rewrite(folder, lambda tensors: tensors.update(extra))
     assert "lm_head.weight" not in loaded(load(folder))
+
+
+def test_a_head_that_is_neither_stored_nor_named_is_the_embedding(tmp_path: Path):
+    folder = tiny_model("llama", tmp_path, tie_word_embeddings=True)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    tied = config.pop("tie_word_embeddings")
+    expected = loaded(load(folder))
+    for fields in ({}, {"tie_word_embeddings": None}):
+        file.write_text(json.dumps(config | fields))
+        assert load_model_config(folder).tied_embeddings is tied
+        assert loaded(load(folder)).keys() == expected.keys()
+    file.write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(ConfigError, match=r"missing \(lm_head\.weight\)"):
+        load(folder)
+    file.write_text(json.dumps(config))
+    head = torch.ones(512, 64)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert torch.equal(loaded(load(folder))["lm_head.weight"], head)
 
 
 def test_progress_ends_at_the_total(folder: Path):

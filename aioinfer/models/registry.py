@@ -18,6 +18,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_config, read_json
 from aioinfer.models.decoder import CausalLM, DecoderModel
+from aioinfer.models.loader import locate_tensors
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.vision.registry import read_vision
 
@@ -227,8 +228,12 @@ def build_model(
 def _read_decoder(folder: Path, options: ModelConfig) -> dict[str, Any]:
     """Returns the configuration of a folder's text model. The `config.json` of a decoder with a
     classification head reads as the decoder's own, with its embedding in the place of the head that
-    it does not have."""
+    it does not have. So does one that does not say whether it has a head, and has none: the default
+    of `tie_word_embeddings` is a class's of transformers, and wrappers' differ from their text
+    models'."""
     config = read_config(folder, options.hf_overrides)
+    if config.get("tie_word_embeddings") is None and _lacks_head(folder, options):
+        config = config | {"tie_word_embeddings": True}
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         return config
@@ -236,6 +241,19 @@ def _read_decoder(folder: Path, options: ModelConfig) -> dict[str, Any]:
     if decoder == names[0] or find_family(decoder) is None:
         return config
     return config | {"architectures": [decoder], "tie_word_embeddings": True}
+
+
+def _lacks_head(folder: Path, options: ModelConfig) -> bool:
+    """Whether a folder has weights, and among them an embedding and no head."""
+    if options.load_format.startswith("dummy"):
+        return False
+    try:
+        names = locate_tensors(folder)
+    except ConfigError:  # which loading will raise, or there are none yet
+        return False
+    return "model.embed_tokens.weight" in names and not any(
+        name.startswith("lm_head.") for name in names
+    )
 
 
 def _first_family(config: Mapping[str, Any]) -> Family | None:
