@@ -35,8 +35,11 @@ class ModelConfig:
         False,
     )
     tokenizer: str | None = key(
-        "Folder or hub id of the tokenizer, where it does not lie with the model. `none`: there is "
-        "none, prompts must be token ids, and completions return `token_ids` and no text; text "
+        "Folder or hub id of the tokenizer, where it does not lie with the model. It holds "
+        "`tokenizer.json`, sentencepiece's `tokenizer.model`, Mistral's `tekken.json`, or a bare "
+        "vocabulary (`vocab.json` with `merges.txt`, or `vocab.txt`) of BERT, DistilBERT, MPNet, "
+        "RoBERTa, BART, GPT-2, OPT, Phi, Qwen2, Qwen3 or Whisper. `none`: there is none, prompts "
+        "must be token ids, and completions return `token_ids` and no text; text "
         "prompts, chat, stop strings and `/tokenize` are answered 400.",
         None,
     )

@@ -134,6 +134,33 @@ def smollm2_folder(cache: Path) -> Path:
     return folder
 
 
+def bare_folder(source: Path, folder: Path, **files: object) -> Path:
+    """Writes the vocabulary of a `tokenizer.json` into a new folder, as checkpoints had it before
+    there was that file: `vocab.json` with `merges.txt`, or `vocab.txt`, and `added_tokens.json`.
+
+    `files` are JSON files by name, such as `config={"model_type": "gpt2"}`.
+    """
+    folder.mkdir()
+    written = json.loads(source.read_text("utf-8"))
+    vocab = written["model"]["vocab"]
+    if written["model"]["type"] == "WordPiece":
+        lines = sorted(vocab, key=vocab.__getitem__)
+        (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in lines), "utf-8")
+    else:
+        (folder / "vocab.json").write_text(json.dumps(vocab), "utf-8")
+        merges = [
+            each if isinstance(each, str) else " ".join(each) for each in written["model"]["merges"]
+        ]
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
+    added = {each["content"]: each["id"] for each in written["added_tokens"]}
+    added = {token: index for token, index in added.items() if token not in vocab}
+    if added:
+        files["added_tokens"] = added
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    return folder
+
+
 def tiktoken_ranks(file: Path) -> dict[bytes, int]:
     """Reads a file of tiktoken's: a token in base64 and its rank on each line."""
     return {

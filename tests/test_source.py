@@ -7,10 +7,13 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import tokenizers
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 import aioinfer.checkpoint.gguf
 from aioinfer.checkpoint.source import resolve_model, weight_files
@@ -207,6 +210,24 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch):
         r"the hub does not give it",
     ):
         resolve("no-such-organisation/model")
+
+
+def test_the_files_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        *("config.json", "vocab.json", "added_tokens.json", "1_Pooling/config.json"),
+        *("merges.txt", "vocab.txt", "tokenizer.model", "model.safetensors"),
+    }
+    others = {"README.md", "pytorch_model.bin", "original/vocab.txt", "requirements.txt"}
+
+    def download(hub_id: str, allow_patterns: list[str], ignore_patterns: list[str], **_: Any):
+        found = filter_repo_objects(
+            names | others, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert set(found) == names
+        return tmp_path
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model(ModelConfig(path="team/model")) == tmp_path
 
 
 def cached_tokenizer(cache: Path, revisions: dict[str, str], model: Path) -> None:

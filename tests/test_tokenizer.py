@@ -238,8 +238,8 @@ def test_spaces_are_not_cleaned_up(tokenizer_cache: Path, tmp_path: Path):
 def test_a_folder_without_a_usable_tokenizer(tokenizer_cache: Path, tmp_path: Path):
     with pytest.raises(
         ConfigError,
-        match=r"no tokenizer\.json, tokenizer\.model or tekken\.json: let "
-        r"model\.tokenizer",
+        match=r"no tokenizer\.json, tokenizer\.model or tekken\.json, nor vocab\.json with "
+        r"merges\.txt or vocab\.txt: let model\.tokenizer",
     ):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")

@@ -23,7 +23,7 @@ _CONVERTER_VERSION = 3
 _OTHER_LAYOUTS = ["consolidated*", "original/*"]
 #: Of each file of weights, at its beginning and its end, for the digest.
 _SAMPLE_BYTES = 64 * 1024
-_TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
+_TEXT_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 
 
 def resolve_model(config: ModelConfig, key: str = "model.path") -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.text import sentencepiece_bpe, tekken_template
+from aioinfer.text import sentencepiece_bpe, tekken_template, vocabulary_files
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
 from aioinfer.text.fill_in_middle import FillInMiddle
@@ -87,8 +87,9 @@ class Tokenizer:
         """Loads the tokenizer of a folder in Hugging Face's layout.
 
         Args:
-            folder: holds `tokenizer.json`, a sentencepiece `tokenizer.model` or Mistral's
-                `tekken.json`, and usually `tokenizer_config.json`.
+            folder: holds `tokenizer.json`, a sentencepiece `tokenizer.model`, Mistral's
+                `tekken.json` or the files of `vocabulary_files`, and usually
+                `tokenizer_config.json`.
             chat_template: a file with a Jinja template to use in place of the tokenizer's own.
 
         Raises:
@@ -112,20 +113,28 @@ class Tokenizer:
             built_in = tekken_template.chat_template(
                 tekken.version, thinks="[THINK]" in tekken.special_tokens
             )
+        elif vocabulary_files.has_vocabulary(folder):
+            backend, class_tokens = vocabulary_files.build(folder, config)
+            special_tokens = class_tokens | special_tokens
         else:
             raise ConfigError(
-                f"{folder} has no tokenizer.json, tokenizer.model or tekken.json: let "
-                f"model.tokenizer name a folder or id with one"
+                f"{folder} has no tokenizer.json, tokenizer.model or tekken.json, nor vocab.json "
+                f"with merges.txt or vocab.txt: let model.tokenizer name a folder or id with one"
             )
         known = {
             name: token
             for name, token in special_tokens.items()
             if backend.token_to_id(token) is not None
         }
+        # a token that is special already keeps its flags: a mask may include the space before it
+        special = {
+            each.content for each in backend.get_added_tokens_decoder().values() if each.special
+        }
         backend.add_special_tokens(
             [
                 tokenizers.AddedToken(token, normalized=False, special=True)
                 for token in known.values()
+                if token not in special
             ]
         )
         override = None if chat_template is None else Path(chat_template)

@@ -3,7 +3,9 @@ normalised means of transformers' hidden states."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,3 +54,15 @@ def test_texts_of_one_meaning_are_near_each_other(minilm: LLM) -> None:
         "How do I bake bread?", ["A recipe for a loaf", "The stock market fell today"]
     )
     assert near > 0.4 > 0.2 > far
+
+
+def test_vectors_of_a_folder_with_a_bare_vocabulary_are_the_same(
+    minilm: LLM, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bare"
+    ignored = shutil.ignore_patterns("tokenizer.json")
+    shutil.copytree(resolve_folder(MODEL, "MODEL"), folder, ignore=ignored)
+    with LLM(str(folder)) as bare:
+        assert np.array_equal(np.stack(bare.embed(TEXTS)), np.stack(minilm.embed(TEXTS)))
+        with pytest.raises(RequestError, match="maximum context length is 256"):
+            bare.embed("the " * 300)

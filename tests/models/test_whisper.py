@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -22,12 +23,15 @@ from aioinfer import LLM
 from aioinfer.config import MediaConfig
 from aioinfer.engine.word_times import first_frames
 from aioinfer.media.sound import decode_sound
+from aioinfer.text.tokenizer import Tokenizer
 from tests.functional.conftest import serve
 from tests.models.ctranslate2 import convert_whisper
+from tests.real_tokenizers import bare_folder
 from tests.source_models import reference_times
 
 SENTENCE = "My name is Robert and I live in London. Please open the window and close the door."
 RATE = 16_000
+SETTINGS = {"model.dtype": "float32", "cache.cpu_memory_gib": 0.7}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +59,7 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(scope="module")
 def whisper(folder: Path) -> Iterator[LLM]:
-    settings = {"model.dtype": "float32", "cache.cpu_memory_gib": 0.7}
-    with LLM(str(folder), settings=settings) as llm:
+    with LLM(str(folder), settings=SETTINGS) as llm:
         yield llm
 
 
@@ -82,6 +85,23 @@ def transcribe(llm: LLM, data: bytes, *, has_times: bool = False) -> tuple[Any, 
 def test_a_spoken_sentence_is_written_down(whisper: LLM, speech: bytes) -> None:
     _, (output,) = transcribe(whisper, speech)
     assert words(output.text) == words(SENTENCE)
+
+
+def test_a_folder_with_a_bare_vocabulary_writes_the_same(
+    whisper: LLM, speech: bytes, folder: Path, tmp_path: Path
+) -> None:
+    added = json.loads((folder / "tokenizer.json").read_text("utf-8"))["added_tokens"]
+    named = {"additional_special_tokens": [each["content"] for each in added]}
+    bare = bare_folder(folder / "tokenizer.json", tmp_path / "bare", special_tokens_map=named)
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (bare / name).symlink_to(folder / name)
+    ours, original = Tokenizer.load(bare), Tokenizer.load(folder)
+    assert ours.special_ids == original.special_ids
+    assert ours.special_tokens == original.special_tokens
+    with LLM(str(bare), settings=SETTINGS) as llm:
+        assert words(transcribe(llm, speech)[1][0].text) == words(SENTENCE)
+        (output,) = transcribe(llm, speech, has_times=True)[1]
+    assert output.token_ids == transcribe(whisper, speech, has_times=True)[1][0].token_ids
 
 
 def test_sentences_have_their_times(whisper: LLM, speech: bytes) -> None:
