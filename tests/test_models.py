@@ -76,6 +76,10 @@ GEMMA4_EXPERTS: dict[str, Any] = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "ministral3": (
+        "ministral3",
+        rope("yarn", original_max_position_embeddings=8, llama_4_scaling_beta=0.7),
+    ),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama without groups": ("llama", {"num_key_value_heads": 8}),

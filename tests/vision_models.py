@@ -62,6 +62,19 @@ _QWEN_PROCESSOR = {
     "merge_size": 2, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
 }  # fmt: skip
 _RESOLUTIONS = [[24 * row, 24 * column] for row in range(1, 4) for column in range(1, 5)]
+#: The tower, the wrapper's own fields and the processor of Mistral 3.
+_MISTRAL3: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = (
+    {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "image_size": 96,
+        "patch_size": 8, "initializer_range": 0.2,
+    },
+    {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
+    {
+        "size": {"longest_edge": 96}, "patch_size": 16, "image_mean": [0.5, 0.4, 0.6],
+        "image_std": [0.5, 0.6, 0.4], "image_processor_type": "PixtralImageProcessor",
+    },
+)  # fmt: skip
 #: Of each: the name of its class; the fields of its text model, tower and own; its processor.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
@@ -174,16 +187,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {"model_type": "mistral", "sliding_window": None},
+        *_MISTRAL3,
+    ),
+    "ministral3": (
+        "Mistral3ForConditionalGeneration",
         {
-            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "image_size": 96,
-            "patch_size": 8, "initializer_range": 0.2,
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0,
+                "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7,
+            },
         },
-        {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
-        {
-            "size": {"longest_edge": 96}, "patch_size": 16, "image_mean": [0.5, 0.4, 0.6],
-            "image_std": [0.5, 0.6, 0.4], "image_processor_type": "PixtralImageProcessor",
-        },
+        *_MISTRAL3,
     ),
     "pixtral": (
         "LlavaForConditionalGeneration",
@@ -301,7 +316,7 @@ def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> 
     class_name, text, tower, own, processor = MODELS[name]
     text = {**TEXT, **text, "head_dim": head_dim}
     rope = text.get("rope_parameters")
-    if rope is not None:
+    if rope is not None and "mrope_section" in rope:
         section = [head_dim // TEXT["head_dim"] * pairs for pairs in rope["mrope_section"]]
         text["rope_parameters"] = {**rope, "mrope_section": section}
     model_class = getattr(transformers, class_name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.distance_bias import DistanceBias
@@ -156,6 +157,9 @@ class Attention(Mixer):
         self._fused_norms = None
         if qk_norms is not None and self._norm_rule.is_fused:
             self._fused_norms = _as_fused(*qk_norms)
+        self._query_scales = None if rotary is None else rotary.query_scales
+        if self._query_scales is not None and self._fused_norms is not None:
+            raise ConfigError("queries that are scaled by position cannot be normed")
         self._sinks = None if sinks is None else sinks.values
         self._slopes, self._distance_bias = slopes, distance_bias
         self._gated = gated
@@ -262,6 +266,8 @@ class Attention(Mixer):
             qkv = qkv[:, : self._qkv_size]
         if self._qk_norms is not None and self._fused_norms is None:
             self._norm_queries_and_keys(qkv)
+        if self._query_scales is not None:
+            self._scale_queries(qkv, self._query_scales, step)
         of_pictures = None
         pictures = None if sampled is not None else step.pictures
         if pictures is not None and pictures.is_bidirectional(self.shape.window):
@@ -304,6 +310,12 @@ class Attention(Mixer):
 
             return gate_in_place(attended, gates, pdl=self._backend.pdl)
         return attended.mul_(gates.sigmoid())
+
+    def _scale_queries(self, qkv: torch.Tensor, scales: torch.Tensor, step: Step) -> None:
+        """Multiplies the queries of the projection [T, features] with the scales of their positions
+        (`RotaryTable.query_scales`), in place: it makes no difference whether they are rotated."""
+        queries, _, _ = self._split_heads(qkv)
+        queries.mul_(scales.index_select(0, step.inputs.positions))
 
     def _norm_queries_and_keys(self, qkv: torch.Tensor) -> None:
         """Norms queries and keys of the projection [T, features] in place."""

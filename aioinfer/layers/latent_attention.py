@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import LatentSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import LatentShape
@@ -324,6 +325,8 @@ def make_latent_attention(
     expansion = make.keep(LatentExpansion(weight, local, expanded, backend, make.quantization))
     output = make.row(f"{name}.o_proj", heads.times(shape.value_size), bias=bias)
     rotary = make.rotary(rope, shape.rotary_size)
+    if rotary.query_scales is not None:
+        raise ConfigError("latent attention does not scale queries by position")
     attention = LatentAttention(
         local, down, query_up, latent_norm, expansion, output, rotary, norm=norm,
         backend=backend,

@@ -105,6 +105,8 @@ class RotaryTable:
         cos_sin: float32 [max_len, R], R the rotated channels of a head: R / 2 cosines, then R / 2
             sines.
         interleaved, sections: as in `RopeConfig`.
+        query_scales: float32 [max_len, 1], multiplied with the queries of each position; None for
+            none.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class RotaryTable:
             served_len: the longest sequence that is served; `max_len` by default.
         """
         self.interleaved, self.sections = rope.interleaved, rope.sections
+        scales = _query_scales(rope.scaling or {}, max_len)
+        self.query_scales = None if scales is None else scales.to(device)
         size = rope.rotary_size or head_size
         inverse, scale = inverse_wavelengths(rope, size, served_len or max_len)
         if rope.kind == "none":  # one line for all positions
@@ -158,6 +162,17 @@ class RotaryTable:
         """Returns the means of cosines and sines over the first `length` positions, each [1, 1, R]
         as `apply_rope` takes them: it gives the mean of a vector rotated to all of them."""
         return _of_both(self.cos_sin[:length].mean(0, keepdim=True))
+
+
+def _query_scales(scaling: Mapping[str, Any], max_len: int) -> torch.Tensor | None:
+    """Returns `RotaryTable.query_scales` of Llama 4 and Ministral 3: they grow with the logarithm
+    of how often a position exceeds the length of the first training, so that the softmax over more
+    keys stays as sharp (after "scalable softmax", Nakanishi 2025)."""
+    beta = scaling.get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    times = torch.arange(max_len) // int(scaling["original_max_position_embeddings"])
+    return (1 + beta * torch.log1p(times.float()))[:, None]
 
 
 def _of_both(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

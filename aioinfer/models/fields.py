@@ -174,6 +174,7 @@ _ROPE_FLOATS = {
     "beta_slow": _Number(0, is_open=True),
     "mscale": _Number(0),
     "mscale_all_dim": _Number(0),
+    "llama_4_scaling_beta": _Number(0, 16),
 }
 _ROPE_LISTS = ("short_factor", "long_factor")
 

@@ -1,4 +1,4 @@
-"""Llama, and Mistral, which is Llama with a sliding window."""
+"""Llama, and Mistral and Ministral 3, which are Llama with a sliding window."""
 
 from __future__ import annotations
 
@@ -40,6 +40,17 @@ class MistralConfig(LlamaConfig):
         return {"windows": (window,) * config["num_hidden_layers"]}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ministral3Config(LlamaConfig):
+    """Ministral 3's configuration: all layers have the same window, by default none. Queries are
+    scaled by position, as `rope_parameters.llama_4_scaling_beta` says."""
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the window."""
+        return {"windows": (config.get("sliding_window") or None,) * config["num_hidden_layers"]}
+
+
 class LlamaModel(DecoderModel):
     """Pre-normed attention and a gated MLP."""
 
@@ -68,4 +79,5 @@ class LlamaModel(DecoderModel):
 FAMILIES = {
     "LlamaForCausalLM": (LlamaConfig, LlamaModel),
     "MistralForCausalLM": (MistralConfig, LlamaModel),
+    "Ministral3ForCausalLM": (Ministral3Config, LlamaModel),
 }

@@ -11,7 +11,7 @@ import torch
 
 from aioinfer.layers.kv_cache import FLOAT8
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
-from tests.test_models import NEMOTRON_EXPERTS
+from tests.test_models import NEMOTRON_EXPERTS, rope
 from tests.tiny_models import tiny_model
 
 _WINDOWED = ["sliding_attention", "full_attention"]
@@ -38,6 +38,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3n": ("gemma3n_text", {}),
+    # queries scaled by position
+    "ministral3": (
+        "ministral3",
+        rope("yarn", original_max_position_embeddings=4, llama_4_scaling_beta=0.7),
+    ),
     "phi3": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
