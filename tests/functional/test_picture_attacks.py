@@ -135,6 +135,7 @@ async def test_the_last_of_several_is_refused(count: int, sighted: Served) -> No
     await check(sighted, data, message, min(count - 1, MAX_PICTURES))
 
 
+@pytest.mark.extended  # as the largest
 async def test_several_at_a_time(sighted: Served) -> None:
     names = "png: 260000 chunks", "gif: 500000 comments", "jpeg: CMYK", "png: a ribbon"
     cases = [case[0] for name in names if isinstance(case := CASES[name], tuple)]
