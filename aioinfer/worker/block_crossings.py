@@ -88,9 +88,9 @@ class _GroupPieces:
     """Where the pieces of a group's blocks are.
 
     Attributes:
-        on_device: int64 [pieces of a block], addresses of those of block 0.
+        on_device: int64 [pieces of a block], addresses of the pieces of block 0.
         block_step: bytes from a block to the next on the device.
-        on_host: int64 [pieces of a block], addresses of those of place 0.
+        on_host: int64 [pieces of a block], addresses of the pieces of place 0.
         place_step: bytes of a place.
         nbytes: of a piece.
     """

@@ -4,7 +4,8 @@ slots of the device.
 The host keeps what was used most recently, up to `LoraConfig.host_bytes`, each adapter in the form
 of a slot: it enters one by a single copy, on a stream of its own, which begins when the steps
 before are over and which later steps wait for. Memory of an adapter that is forgotten is used
-again: to allocate pinned memory takes longer than to read an adapter.
+again: pinned memory is hardly allocated beside steps, and not by torch, whose
+allocator rounds an adapter up to a power of two.
 """
 
 from __future__ import annotations
