@@ -120,7 +120,7 @@ export class Chat {
     const edited = this.#conversation.add(node.parent, message, { ...node.facts, tokens: undefined });
     this.#keep(this.#conversation);
     if (message.role === "user") this.#goOn(edited.id);
-    else this.#render();
+    else this.#choose(edited.id);
   }
 
   #choose(id, label = "") {

@@ -82,7 +82,7 @@ export class Composer {
     // a small screen is left to the answer
     const folds = hasKeyboard() ? [] : document.querySelectorAll(".folds [open]");
     for (const fold of folds) fold.open = false;
-    if ($("log").contains(document.activeElement)) {
+    if (document.activeElement === document.body || $("log").contains(document.activeElement)) {
       if (hasKeyboard()) $("prompt").focus();
       else document.activeElement.blur(); // a result is written no more
     }

@@ -67,7 +67,9 @@ export class Figures {
     const { facts } = this;
     if (!facts.firstMs) return null;
     const summary = element("summary", "figures", lineOf(facts));
-    return element("details", "course", "", summary, courseOf(facts));
+    const made = element("details", "course", "", summary, courseOf(facts));
+    made.addEventListener("toggle", () => made.scrollIntoView({ block: "nearest" }));
+    return made;
   }
 }
 

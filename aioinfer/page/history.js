@@ -123,11 +123,11 @@ export class History {
       $("conversations").querySelector(`[data-id="${conversation.id}"] button`)?.focus();
     };
     field.addEventListener("keydown", (event) => {
-      if (event.isComposing) return; // Enter chooses what an input method offers
-      if (event.key === "Enter" || event.key === "Escape") {
-        event.stopPropagation();
-        finish(event.key === "Enter");
-      }
+      const ends = event.key === "Enter" || event.key === "Escape";
+      if (event.isComposing || !ends) return; // Enter chooses what an input method offers
+      event.stopPropagation();
+      event.preventDefault(); // or Enter presses the button that has the focus then
+      finish(event.key === "Enter");
     });
     field.onblur = () => finish(true);
     item.replaceChildren(field);

@@ -48,19 +48,17 @@ export function say(text, ...buttons) {
 }
 
 function unsay() {
-  clearTimeout(timer);
-  const line = $("said");
-  line.hidden = true;
-  line.replaceChildren();
+  if ($("said").contains(document.activeElement)) $("log").focus();
+  $("said").hidden = true;
+  $("said").replaceChildren();
 }
 
 /** Says what was removed, and offers to bring it back for a while. */
 export function offerUndo(text, undo) {
-  const back = tool("Undo", () => {
-    unsay();
-    undo();
-  });
+  const back = tool("Undo", undo);
+  back.addEventListener("click", unsay);
   say(text, back);
+  back.focus(); // what was pressed is gone, and the time is short
 }
 
 /**

@@ -24,7 +24,10 @@ export class Settings {
       const field = this.#fields[dataset.exampleOf];
       const values = [textContent.trim(), ""];
       for (const [index, made] of buttonsOf(field).entries())
-        made.addEventListener("click", () => this.#fill(field, values[index]));
+        made.addEventListener("click", () => {
+          this.#fill(field, values[index]);
+          buttonsOf(field)[1 - index].focus(); // this one is disabled now
+        });
     }
     this.#presets.restore();
   }
@@ -32,9 +35,8 @@ export class Settings {
   /** Shows the defaults of what is served (`/page/info`), and what can be set with it. */
   open(info) {
     this.#isChat = info.chat;
-    for (const [name, value] of Object.entries(info.defaults)) {
+    for (const [name, value] of Object.entries(info.defaults))
       this.#fields[name].placeholder = value;
-    }
     for (const field of document.querySelectorAll(".chat-only")) field.hidden = !info.chat;
     const without = info.chat ? "what fits" : "16"; // as OpenAI's API has it
     this.#fields.max_tokens.placeholder = info.defaults.max_tokens ?? without;

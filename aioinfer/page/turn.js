@@ -117,6 +117,7 @@ export class Turn {
 
   /** Lets the user change a message in its place. */
   #edit(node, shown) {
+    const before = document.activeElement; // gets the focus back
     const field = element("textarea");
     const text = textOf(node.message.content);
     const isUsers = node.message.role === "user";
@@ -124,6 +125,7 @@ export class Turn {
     const close = () => {
       form.remove();
       shown.hidden = !text;
+      before.focus();
     };
     const save = element("button", "primary", isUsers ? "Send" : "Save");
     const actions = element("div", "actions", "", tool("Cancel", () => close()), save);

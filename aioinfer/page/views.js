@@ -21,6 +21,7 @@ class Follower {
     this.#node = node;
     this.#jump = jump;
     jump?.addEventListener("click", () => this.begin());
+    new ResizeObserver(() => this.showSoon()).observe(node);
     node.addEventListener("scroll", () => this.#onScroll(), { passive: true });
     for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"])
       node.addEventListener(kind, () => (this.#touched = performance.now()), { passive: true });
@@ -56,6 +57,7 @@ class Follower {
   /** Follows the end from now on; what comes into sight there may change its height. */
   begin() {
     this.#follows = true;
+    if (this.#jump) this.#jump.hidden = true; // a short log is not scrolled
     this.show();
     this.showSoon();
   }
@@ -151,7 +153,6 @@ export class Thought {
     body.tabIndex = 0; // to be scrolled by keyboard
     this.#view = new PlainView(body, followSoon);
     this.#end = new Follower(body);
-    this.node.addEventListener("toggle", () => this.#end.show());
     this.node.append(this.#summary, body);
   }
 

@@ -232,8 +232,11 @@ async def test_the_list_is_searched_renamed_pinned_and_undone(page: Page, script
     await page.until(f"{TITLES}[0] === '★ About apples'")
     await press(page, "Rename", "document.querySelector('#conversations li')")
     await page.send("Input.insertText", text="Fruit <b>")
+    current = "document.querySelector('.conversation[aria-current]').textContent"
+    opened = await page.run(current)
     await page.press("Enter", 13, "\r")
     await page.until(f"{TITLES}[0] === '★ Fruit <b>'")
+    assert await page.run(current) == opened, "Enter renames, and opens nothing"
     await press(page, "Delete", "document.querySelector('#conversations li')")
     await page.until(f"{TITLES}.length === 2")
     await press(page, "Undo", "document.querySelector('#said')")
@@ -349,6 +352,7 @@ async def test_a_turn_is_deleted_and_brought_back(page: Page, script: Script) ->
     await ask(page, script, "Second", "2")
     await press(page, "Delete", "document.querySelectorAll('.turn')[1]", last=False)
     await page.until(f"{SAID}.join() === 'First,1'")
+    assert await page.run("document.activeElement.textContent") == "Undo"
     await press(page, "Undo")
     await page.until(f"{SAID}.join() === 'First,1,Second,2'")
     await press(page, "Delete", "document.querySelectorAll('.turn')[1]", last=False)
