@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 
+from aioinfer.api.anthropic import MessagesRequest
 from aioinfer.api.decoding import MAX_PROMPTS, Body, decode
 from aioinfer.api.fields import NO_EFFECT, REFUSED
+from aioinfer.api.llama_cpp import LlamaCompletion, LlamaEmbedding
+from aioinfer.api.ollama import OllamaChat, OllamaGenerate, ShowRequest
+from aioinfer.api.openai.pooling_bodies import OllamaEmbedRequest
+from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -257,6 +262,42 @@ class TestUndeclaredFields:
         raw = b'{"prompt": "x", "temprature": 1, "top_k": 3}'
         ignored = decode(raw, CompletionRequest, ignores_unknown=True)
         assert ignored.sampling_fields() == {"top_k": 3}
+
+    @pytest.mark.parametrize(
+        ("kind", "raw", "near"),
+        [
+            (OllamaChat, {"messages": HELLO}, "mesages"),
+            (OllamaGenerate, {"prompt": "x"}, "promt"),
+            (OllamaEmbedRequest, {"input": "x"}, "inputs"),
+            (ShowRequest, {"name": "x"}, "modell"),
+            (LlamaCompletion, {"prompt": "x"}, "temprature"),
+            (LlamaEmbedding, {"content": "x"}, "contents"),
+        ],
+    )
+    def test_ollama_and_llama_cpp_ignore_unknown_names(
+        self, kind: type[Body], raw: dict[str, Any], near: str
+    ) -> None:
+        """But not one that nearly is a field's, or that would change the answer."""
+        plain = decode(json.dumps(raw).encode(), kind)
+        more = raw | {"frobnicate": [1], "_debug_render_only": True}
+        assert decode(json.dumps(more).encode(), kind) == plain
+        for name, code in ((near, "unknown_parameter"), ("regex", "unsupported_parameter")):
+            error = refused(json.dumps(raw | {name: "x"}).encode(), kind)
+            assert (error.param, error.code) == (name, code)
+
+    @pytest.mark.parametrize(
+        ("kind", "raw"),
+        [
+            (CompletionRequest, {"prompt": "x"}),
+            (ChatRequest, {"messages": HELLO}),
+            (ResponseRequest, {"input": "x"}),
+            (MessagesRequest, {"messages": HELLO, "max_tokens": 1}),
+        ],
+    )
+    def test_openai_and_anthropic_refuse_them(self, kind: type[Body], raw: dict[str, Any]) -> None:
+        decode(json.dumps(raw).encode(), kind)
+        error = refused(json.dumps(raw | {"frobnicate": 1}).encode(), kind)
+        assert (error.param, error.code) == ("frobnicate", "unknown_parameter")
 
     def test_messages_may_hold_more_than_is_read(self) -> None:
         assert chat(messages=[HELLO[0] | {"annotations": []}]).messages[0].content == "hello"

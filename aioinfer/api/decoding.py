@@ -68,6 +68,9 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     token_field: ClassVar[str] = ""
     #: Whether a request without a body is one with all defaults.
     may_be_absent: ClassVar[bool] = False
+    #: Names without an entry in `fields` are refused where this is None. Elsewhere they are
+    #: ignored, unless they nearly are a declared one, and those named here are ignored as well.
+    ignored: ClassVar[Collection[str] | None] = None
 
     model: str | None = None
 
@@ -194,7 +197,7 @@ def _repaired(
     integers for integral numbers. Raises `RequestError` for others that are not ignored; of a type
     that has `ignored` names, of the unknown ones for misspelt ones alone."""
     declared = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    ignored: Collection[str] | None = getattr(kind, "ignored", None)
+    ignored: Collection[str] | None = getattr(kind, "ignored", None)  # inner types may lack it
     kept: dict[str, msgspec.Raw] = {}
     for name, value in given.items():
         if name not in declared:

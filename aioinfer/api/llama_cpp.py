@@ -9,7 +9,7 @@ text; it ends without `[DONE]`. Errors come in llama.cpp's shape from `errors`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -63,6 +63,7 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
     """
 
     token_field: ClassVar[str] = "prompt"
+    ignored: ClassVar[Collection[str] | None] = ()  # as by llama.cpp's server
     sampling_names: ClassVar[Mapping[str, str]] = {
         "n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty",
         "logit_bias": "",
@@ -137,6 +138,7 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
     """`POST /embedding`."""
 
     token_field: ClassVar[str] = "content"
+    ignored: ClassVar[Collection[str] | None] = ()
 
     content: protocol.Prompts | None = None
     input: protocol.Prompts | None = None

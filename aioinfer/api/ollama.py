@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -127,9 +127,11 @@ def _with_pictures(text: str, images: Sequence[str] | None, where: str) -> Templ
 
 
 class Tagged:
-    """A body with a model's name, in which Ollama's default tag may stand."""
+    """A body with a model's name, in which Ollama's default tag may stand. Ollama's server ignores
+    unknown fields."""
 
     __slots__ = ()
+    ignored: ClassVar[Collection[str] | None] = ()
 
     def __post_init__(self: Any) -> None:
         if self.model is not None:

@@ -3,6 +3,7 @@ The names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not ha
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -126,6 +127,8 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 class OllamaEmbedRequest(EmbeddingBody, kw_only=True):
     """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
     is false. `options` hold Ollama's settings of sampling and loading, which have no effect."""
+
+    ignored: ClassVar[Collection[str] | None] = ()
 
     options: protocol.Ignored = None
     truncate: bool | None = None
