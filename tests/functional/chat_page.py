@@ -9,21 +9,21 @@ from yarl import URL
 
 from tests.functional.chromium import Page
 
-LAST_TEXT = "[...document.querySelectorAll('.answer')].at(-1)?.textContent"
-IDLE = "!document.querySelector('#send').hidden"
+LAST_TEXT = "$$('.answer').at(-1)?.textContent"
+IDLE = "!$('#send').hidden"
 CHAT = "/v1/chat/completions"
 
 
 async def say(page: Page, text: str) -> None:
     """Types a message and sends it, by keyboard."""
-    await page.run("document.querySelector('#prompt').focus()")
+    await page.run("$('#prompt').focus()")
     await page.send("Input.insertText", text=text)
     await page.press("Enter", 13, "\r")
 
 
 async def set_field(page: Page, name: str, value: str) -> None:
     """Fills in one of the settings, or the tools or the schema."""
-    field = f"document.querySelector('#composer').elements.{name}"
+    field = f"$('#composer').elements.{name}"
     await page.run(f"{field}.closest('details').open = true; {field}.focus(); {field}.select()")
     await page.send("Input.insertText", text=value)
 

@@ -25,6 +25,11 @@ _FLAGS = (
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
     "--window-size=1280,800", "--remote-debugging-port=0",
 )  # fmt: skip
+#: For scripts of tests: `$` is the first element of a selector, `$$` the list of all.
+_SHORT_NAMES = """
+    globalThis.$ = (selector) => document.querySelector(selector);
+    globalThis.$$ = (selector) => [...document.querySelectorAll(selector)];
+"""
 
 
 class Page:
@@ -121,6 +126,7 @@ class Page:
         )["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.send(f"{domain}.enable")
+        await self.send("Page.addScriptToEvaluateOnNewDocument", source=_SHORT_NAMES)
 
     async def answer(self, path: str, status: int, content_type: str, body: bytes) -> None:
         """From now on answers requests for `path` in the server's place."""

@@ -114,7 +114,7 @@ async def page(browser: Page, mounted: tuple[Script, str]) -> AsyncIterator[Page
     script, url = mounted
     script.begin()
     await browser.open(f"{url}/")
-    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    await browser.until("$('#status')?.dataset.state === 'live'")
     yield browser
     assert browser.errors.empty(), browser.errors
 
@@ -129,4 +129,4 @@ def posted(page: Page) -> list[dict[str, Any]]:
 
 
 async def until_idle(page: Page, num_answers: int = 1) -> None:
-    await page.until(f"{IDLE} && document.querySelectorAll('.turn').length === {num_answers}")
+    await page.until(f"{IDLE} && $$('.turn').length === {num_answers}")

@@ -199,7 +199,7 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
 async def test_the_page_says_which_replica_it_shows(folder: Path, tmp_path: Path) -> None:
     async with fleet(folder) as found, open_page(tmp_path) as page:
         await page.open(str(found.http._base_url))
-        await page.until("document.querySelector('#replica')?.textContent.includes('one of 2')")
-        line = str(await page.run("document.querySelector('#replica').textContent"))
+        await page.until("$('#replica')?.textContent.includes('one of 2')")
+        line = str(await page.run("$('#replica').textContent"))
         assert line.split()[:2] in (["Replica", "a,"], ["Replica", "b,"])
         assert page.errors.empty(), page.errors

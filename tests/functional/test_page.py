@@ -70,7 +70,7 @@ async def page(browser: Page, url: str) -> AsyncIterator[Page]:
     """The page, ready; whatever the test does, it may contact no other host and complain of nothing
     but what the test expects."""
     await browser.open(url)
-    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    await browser.until("$('#status')?.dataset.state === 'live'")
     yield browser
     hosts = {URL(request["url"]).authority for request in browser.requests}
     assert hosts == {URL(url).authority}
@@ -104,14 +104,14 @@ async def test_it_loads_by_itself(page: Page, url: str) -> None:
         "/page/info",
         "/page/live",
     } <= paths
-    assert await page.run("document.querySelector('#model').value") == "SmolLM2-135M-Instruct"
+    assert await page.run("$('#model').value") == "SmolLM2-135M-Instruct"
     assert await page.run("getComputedStyle(document.body).display") == "flex", (
         "the style sheet has been taken"
     )
     assert await page.run("document.activeElement.id") == "prompt"
-    fields = "[...document.querySelectorAll('input, textarea, select')]"
+    fields = "$$('input, textarea, select')"
     assert await page.run(f"{fields}.filter((field) => !field.labels.length).length") == 0
-    assert await page.run("[...document.querySelectorAll('[role=img]')].every((c) => c.ariaLabel)")
+    assert await page.run("$$('[role=img]').every((c) => c.ariaLabel)")
 
 
 async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str) -> None:
@@ -121,30 +121,25 @@ async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str
     while len(lengths) < 3:
         await page.until(f"({LAST_TEXT}).length > {lengths[-1]}")
         lengths.append(len(await page.run(LAST_TEXT)))
-    assert await page.run("document.querySelector('#send').hidden"), "it is still being written"
-    await page.until("document.querySelector('[data-value=running]').textContent === '1'")
-    await page.until(
-        "/[1-9.]+ decode tokens/.test(document.querySelector('[data-value=readout]').textContent)"
-    )
+    assert await page.run("$('#send').hidden"), "it is still being written"
+    await page.until("$('[data-value=running]').textContent === '1'")
+    await page.until("/[1-9.]+ decode tokens/.test($('[data-value=readout]').textContent)")
     await page.until(IDLE)
-    figures = await page.run("document.querySelector('.figures').textContent")
-    assert not await page.run("document.querySelector('.failure')?.textContent"), figures
+    figures = await page.run("$('.figures').textContent")
+    assert not await page.run("$('.failure')?.textContent"), figures
     tokens, first, speed, reason = figures.split(" · ")
     assert tokens.startswith("60 tokens (prompt "), figures
     assert first.startswith("first after ")
     assert speed.endswith(" tokens/s")
     assert reason == "token limit reached"
-    await page.until("document.querySelector('[data-value=running]').textContent === '0'")
-    assert (
-        await page.run("document.querySelector('[data-value=steps]').textContent")
-        != "0 since the start"
-    )
-    kept = await page.run("document.querySelector('[data-value=drafts]').textContent")
+    await page.until("$('[data-value=running]').textContent === '0'")
+    assert await page.run("$('[data-value=steps]').textContent") != "0 since the start"
+    kept = await page.run("$('[data-value=drafts]').textContent")
     assert re.fullmatch(r"–|[0-9.]+\s?%", kept), kept
 
 
 async def test_the_demo_answers_well_with_its_own_settings(page: Page) -> None:
-    field = "document.querySelector('#composer').elements.temperature.placeholder"
+    field = "$('#composer').elements.temperature.placeholder"
     assert await page.run(field) == "0.2"
     for question, answer in (
         ("What is the capital of France?", "Paris"),
@@ -152,9 +147,9 @@ async def test_the_demo_answers_well_with_its_own_settings(page: Page) -> None:
         ("How many days are there in a week?", "7"),
     ):
         await say(page, question)
-        await page.until(f"{IDLE} && document.querySelector('.figures')")
+        await page.until(f"{IDLE} && $('.figures')")
         assert answer in await page.run(LAST_TEXT)
-        await page.run("document.querySelector('#clear').click()")
+        await page.run("$('#clear').click()")
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
@@ -162,17 +157,17 @@ async def test_stop(page: Page, url: str, by: str) -> None:
     await say(page, "Tell me a very long story about the sea and the people who live by it.")
     await page.until(f"({LAST_TEXT} ?? '').length > 10")
     if by == "button":
-        await page.run("document.querySelector('#halt').click()")
+        await page.run("$('#halt').click()")
     else:
         await page.press("Escape", 27)
     await page.until(IDLE)
     await until_idle(url)
-    await page.until("document.querySelector('[data-value=running]').textContent === '0'")
+    await page.until("$('[data-value=running]').textContent === '0'")
     shown = await page.run(LAST_TEXT)
-    assert (await page.run("document.querySelector('.figures').textContent")).endswith("stopped")
+    assert (await page.run("$('.figures').textContent")).endswith("stopped")
     await set_field(page, "max_tokens", "2")
     await say(page, "Go on.")
-    await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
+    await page.until(f"{IDLE} && $$('.figures').length === 2")
     _, second = posted(page)
     kept = second["messages"][1]
     assert kept["role"] == "assistant"
@@ -183,12 +178,12 @@ async def test_stop(page: Page, url: str, by: str) -> None:
 async def test_a_second_turn_brings_the_first_and_clear_forgets(page: Page) -> None:
     await set_field(page, "max_tokens", "8")
     await set_field(page, "temperature", "0")
-    assert await page.run("document.querySelector('#hint').textContent") == "Ask something."
+    assert await page.run("$('#hint').textContent") == "Ask something."
     await say(page, "My name is Ada.")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    await page.until(f"{IDLE} && $('.figures')")
     await say(page, "What is my name?")
-    await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
-    answer = await page.run("document.querySelector('.answer').textContent")
+    await page.until(f"{IDLE} && $$('.figures').length === 2")
+    answer = await page.run("$('.answer').textContent")
     first, second = posted(page)
     assert first["messages"] == [{"role": "user", "content": "My name is Ada."}]
     assert second["messages"] == [
@@ -196,21 +191,19 @@ async def test_a_second_turn_brings_the_first_and_clear_forgets(page: Page) -> N
         {"role": "assistant", "content": answer},
         {"role": "user", "content": "What is my name?"},
     ]
-    await page.run("document.querySelector('#clear').click()")
-    assert await page.run("document.querySelectorAll('.turn').length") == 0
+    await page.run("$('#clear').click()")
+    assert await page.run("$$('.turn').length") == 0
     await say(page, "Hello.")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    await page.until(f"{IDLE} && $('.figures')")
     assert posted(page)[-1]["messages"] == [{"role": "user", "content": "Hello."}]
 
 
 async def test_clear_ends_an_answer_that_is_coming(page: Page, url: str) -> None:
     await say(page, "Tell me a very long story about mountains.")
     await page.until(f"({LAST_TEXT} ?? '').length > 10")
-    await page.run("document.querySelector('#clear').click()")
+    await page.run("$('#clear').click()")
     await until_idle(url)
-    assert await page.run(
-        f"{IDLE} && !document.querySelector('.turn') && !document.querySelector('#prompt').value"
-    )
+    assert await page.run(f"{IDLE} && !$('.turn') && !$('#prompt').value")
 
 
 async def test_settings_reach_the_request(page: Page) -> None:
@@ -222,7 +215,7 @@ async def test_settings_reach_the_request(page: Page) -> None:
     for name, value in (numbers | {"system": "Be brief.", "stop": "END\n\\n\\n"}).items():
         await set_field(page, name, value)
     await say(page, "Hello.")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    await page.until(f"{IDLE} && $('.figures')")
     (body,) = posted(page)
     assert body == {
         "model": "SmolLM2-135M-Instruct",
@@ -236,10 +229,10 @@ async def test_settings_reach_the_request(page: Page) -> None:
         "stop": ["END", "\n\n"],
         **{name: float(value) for name, value in numbers.items()},
     }
-    await page.run("document.querySelector('#reset').click()")
+    await page.run("$('#reset').click()")
     await set_field(page, "max_tokens", "2")
     await say(page, "Again.")
-    await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
+    await page.until(f"{IDLE} && $$('.figures').length === 2")
     assert posted(page)[1].keys() == {
         "model", "messages", "stream", "stream_options", "timings_per_token", "max_tokens",
     }  # fmt: skip
@@ -249,27 +242,25 @@ async def test_enter_with_shift_breaks_the_line(page: Page) -> None:
     await page.send("Input.insertText", text="one")
     await page.press("Enter", 13, "\r", SHIFT)
     await page.send("Input.insertText", text="two")
-    assert await page.run("document.querySelector('#prompt').value") == "one\ntwo"
+    assert await page.run("$('#prompt').value") == "one\ntwo"
     assert posted(page) == []
 
 
 async def test_an_error_is_shown_in_its_place(page: Page) -> None:
     await set_field(page, "temperature", "-1")
     await say(page, "Hello.")
-    shown = await page.until("document.querySelector('.failure')?.textContent")
+    shown = await page.until("$('.failure')?.textContent")
     assert shown.startswith("400: temperature must be")
-    assert await page.run("document.querySelector('#prompt').value") == "Hello.", (
-        "it can be sent again"
-    )
+    assert await page.run("$('#prompt').value") == "Hello.", "it can be sent again"
     assert "400" in await page.errors.get()  # the browser's own line
-    invalid = "document.querySelector('[name=temperature]').ariaInvalid"
+    invalid = "$('[name=temperature]').ariaInvalid"
     assert await page.run(invalid) == "true"
-    await page.run("document.querySelector('#reset').click()")
+    await page.run("$('#reset').click()")
     assert await page.run(invalid) is None
     await set_field(page, "max_tokens", "2")
     await page.press("Tab", 9)
-    await page.run("document.querySelector('#composer').requestSubmit()")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    await page.run("$('#composer').requestSubmit()")
+    await page.until(f"{IDLE} && $('.figures')")
     assert posted(page)[1]["messages"] == [{"role": "user", "content": "Hello."}], (
         "what failed is not part of the conversation"
     )
@@ -286,7 +277,7 @@ async def test_an_error_is_shown_in_its_place(page: Page) -> None:
 async def test_a_stream_that_fails(page: Page, body: bytes, shown: str) -> None:
     await page.answer("/v1/chat/completions", 200, "text/event-stream", body)
     await say(page, "Hello.")
-    assert shown in await page.until("document.querySelector('.failure')?.textContent")
+    assert shown in await page.until("$('.failure')?.textContent")
     await page.until(IDLE)
     assert await page.run(LAST_TEXT) == ("Half" if b"Half" in body else None)
 
@@ -297,17 +288,17 @@ async def test_a_stream_that_fails(page: Page, body: bytes, shown: str) -> None:
 @pytest.mark.extended
 async def test_a_round_with_a_tool(page: Page) -> None:
     """The model has to call the example's tool, the user plays it, and the model goes on."""
-    await page.run("document.querySelector('[data-example=tools]').click()")
-    await page.run("document.querySelector('[name=one_call]').click()")
+    await page.run("$('[data-example=tools]').click()")
+    await page.run("$('[name=one_call]').click()")
     await set_field(page, "max_tokens", "60")
-    choice = "document.querySelector('[name=tool_choice]')"
+    choice = "$('[name=tool_choice]')"
     names = await page.run(f"[...{choice}.options].map((option) => option.value)")
     assert names == ["auto", "required", "none", ":get_weather"]
     await page.run(f"{choice}.value = 'required'")
     await say(page, "What is the weather in Paris, in celsius?")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
-    assert await page.run("document.querySelector('.call .language').textContent") == "get_weather"
-    shown = await page.run("document.querySelector('.call code').textContent")
+    await page.until(f"{IDLE} && $('.figures')")
+    assert await page.run("$('.call .language').textContent") == "get_weather"
+    shown = await page.run("$('.call code').textContent")
     arguments = json.loads(shown)
     assert shown == json.dumps(arguments, indent=2, ensure_ascii=False)
     assert arguments.keys() == {"city", "unit"}
@@ -316,7 +307,7 @@ async def test_a_round_with_a_tool(page: Page) -> None:
     await page.until("document.activeElement.labels?.[0].textContent === 'Result of get_weather'")
     await page.send("Input.insertText", text='{"temperature": 21}')
     await page.press("Enter", 13, "\r")
-    await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
+    await page.until(f"{IDLE} && $$('.figures').length === 2")
     assert len(await page.run(LAST_TEXT)) > 3
     first, second = posted(page)
     assert first["tool_choice"] == "required"
@@ -333,18 +324,18 @@ async def test_a_round_with_a_tool(page: Page) -> None:
 
 @pytest.mark.extended
 async def test_an_answer_by_a_schema(page: Page) -> None:
-    await page.run("document.querySelector('[data-example=response_format]').click()")
+    await page.run("$('[data-example=response_format]').click()")
     await set_field(page, "max_tokens", "100")
     await say(page, "Describe Paris.")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
-    code = "document.querySelector('.answer code').textContent"
+    await page.until(f"{IDLE} && $('.figures')")
+    code = "$('.answer code').textContent"
     shown = await page.run(code)
     described = json.loads(shown)
     assert described.keys() == {"city", "country", "population"}
     assert shown == json.dumps(described, indent=2, ensure_ascii=False)
-    await page.run("document.querySelector('.answer button').click()")
+    await page.run("$('.answer button').click()")
     assert json.loads(await page.run(code)) == described  # as the model has laid it out
-    switch = "document.querySelector('.answer button').textContent"
+    switch = "$('.answer button').textContent"
     assert await page.run(switch) == "Show indented"
 
 
@@ -352,11 +343,11 @@ async def test_an_answer_by_a_schema(page: Page) -> None:
 async def test_what_cannot_be_enforced_is_said_at_its_field(page: Page) -> None:
     await set_field(page, "response_format", '{"type": "array", "items": {}, "uniqueItems": true}')
     await say(page, "Hello.")
-    said = await page.until("document.querySelector('.failure')?.textContent")
+    said = await page.until("$('.failure')?.textContent")
     assert said.startswith("400: ")
     assert "response_format" in said
     assert "uniqueItems" in said
-    at_field = "document.querySelector('#response_format-error').innerText"
+    at_field = "$('#response_format-error').innerText"
     assert said.endswith(await page.run(at_field))
     assert "400" in await page.errors.get()
 
@@ -369,9 +360,9 @@ async def answer_with(page: Page, text: str) -> None:
     event = {"choices": [{"delta": {"content": text}, "finish_reason": None}]}
     body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
     await page.answer("/v1/chat/completions", 200, "text/event-stream", body)
-    count = await page.run("document.querySelectorAll('.figures').length")
+    count = await page.run("$$('.figures').length")
     await say(page, "Hello.")
-    await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === {count + 1}")
+    await page.until(f"{IDLE} && $$('.figures').length === {count + 1}")
 
 
 async def test_an_answer_is_shown_as_markdown(page: Page) -> None:
@@ -381,25 +372,21 @@ async def test_an_answer_is_shown_as_markdown(page: Page) -> None:
         "3. one\n4. two\n   - inner\n\n> quoted\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
         "```python\nif a < b:\n    pass\n```\n\n---\n\n~~gone~~ 2 &lt; 3 https://example.org",
     )
-    kinds = "[...document.querySelectorAll('.answer > *')].map((node) => node.tagName).join()"
+    kinds = "$$('.answer > *').map((node) => node.tagName).join()"
     assert await page.run(kinds) == "H3,P,OL,BLOCKQUOTE,DIV,DIV,HR,P"
-    assert await page.run("document.querySelector('.answer ol').start") == 3
-    assert await page.run("document.querySelector('.answer ol ul li').textContent") == "inner"
-    assert await page.run("document.querySelector('.answer .code code').textContent") == (
-        "if a < b:\n    pass\n"
-    )
-    assert await page.run("document.querySelector('.answer .language').textContent") == "python"
-    right = "getComputedStyle(document.querySelector('.answer td + td')).textAlign"
+    assert await page.run("$('.answer ol').start") == 3
+    assert await page.run("$('.answer ol ul li').textContent") == "inner"
+    assert await page.run("$('.answer .code code').textContent") == ("if a < b:\n    pass\n")
+    assert await page.run("$('.answer .language').textContent") == "python"
+    right = "getComputedStyle($('.answer td + td')).textAlign"
     assert await page.run(right) == "right"
-    assert await page.run("document.querySelector('.answer > p').innerText") == (
-        "Some fine bold code,\nand a link."
-    )
-    links = "[...document.querySelectorAll('.answer a')].map((a) => [a.href, a.target, a.rel])"
+    assert await page.run("$('.answer > p').innerText") == ("Some fine bold code,\nand a link.")
+    links = "$$('.answer a').map((a) => [a.href, a.target, a.rel])"
     assert await page.run(links) == [
         ["https://example.org/a?b=c", "_blank", "noopener noreferrer"],
         ["https://example.org/", "_blank", "noopener noreferrer"],
     ]
-    last = "document.querySelector('.answer > p:last-child').textContent"
+    last = "$('.answer > p:last-child').textContent"
     assert await page.run(last) == "gone 2 < 3 https://example.org"
 
 
@@ -415,10 +402,10 @@ async def test_what_the_user_writes_is_shown_as_it_is(page: Page) -> None:
     await page.answer("/v1/chat/completions", 200, "text/event-stream", answer)
     await say(page, "# **Hello** <i>there</i> `x` https://example.org")
     await page.until(IDLE)
-    assert await page.run("document.querySelector('.user').textContent") == (
+    assert await page.run("$('.user').textContent") == (
         "# **Hello** <i>there</i> `x` https://example.org"
     )
-    assert await page.run("document.querySelector('.user').children.length") == 0
+    assert await page.run("$('.user').children.length") == 0
 
 
 HOSTILE = [
@@ -448,7 +435,7 @@ async def test_hostile_output_is_neutralised(page: Page, hostile: str) -> None:
     """Beside what is asserted here, the page may contact no other host and break no rule of its
     content security policy (see the fixture)."""
     await answer_with(page, hostile)
-    nodes = "[...document.querySelectorAll('.answer *')]"
+    nodes = "$$('.answer *')"
     tags = set(await page.run(f"{nodes}.map((node) => node.tagName)"))
     assert tags <= {
         "P", "A", "SPAN", "CODE", "PRE", "DIV", "BUTTON", "H3", "BR", "EM", "TABLE", "THEAD",
@@ -458,16 +445,16 @@ async def test_hostile_output_is_neutralised(page: Page, hostile: str) -> None:
     assert set(await page.run(attributes)) <= {
         "class", "dir", "href", "target", "rel", "title", "type", "tabindex"
     }  # fmt: skip
-    links = "[...document.querySelectorAll('.answer a')]"
+    links = "$$('.answer a')"
     addresses = await page.run(f"{links}.map((link) => link.href)")
     assert [link for link in addresses if not link.startswith("https://example.org")] == []
     await page.run(f"{links}.forEach((link) => link.dispatchEvent(new MouseEvent('mouseover')))")
     assert "hacked" not in await page.run("document.title")
-    assert await page.run("document.querySelector('#composer').checkVisibility()")
+    assert await page.run("$('#composer').checkVisibility()")
 
 
 async def test_the_browser_itself_takes_no_string_as_html(page: Page) -> None:
-    attempt = "document.querySelector('#hint').innerHTML = '<b>x</b>'"
+    attempt = "$('#hint').innerHTML = '<b>x</b>'"
     script = f"try {{ {attempt}; 'taken' }} catch (error) {{ error.name }}"
     assert await page.run(script) == "TypeError"
     assert "TrustedHTML" in await page.errors.get()
@@ -477,8 +464,8 @@ async def test_a_code_block_can_be_copied(page: Page, url: str) -> None:
     permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
     await page.send("Browser.grantPermissions", origin=url, permissions=permissions)
     await answer_with(page, "```\nfirst\n```\n\ntext\n\n```sh\necho 'a'  \\\n  b\n```")
-    await page.click("document.querySelectorAll('.answer .tool')[1]")
-    await page.until("document.querySelector('#said').textContent === 'Copied.'")
+    await page.click("$$('.answer .tool')[1]")
+    await page.until("$('#said').textContent === 'Copied.'")
     assert await page.run("navigator.clipboard.readText()") == "echo 'a'  \\\n  b\n"
 
 
@@ -486,9 +473,9 @@ async def test_without_a_clipboard_the_code_is_selected(page: Page) -> None:
     await answer_with(page, "```\nfirst\n```")
     await page.run(
         "Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true }); "
-        "document.querySelector('.answer .tool').click()"
+        "$('.answer .tool').click()"
     )
-    await page.until("document.querySelector('#said').textContent.startsWith('Selected')")
+    await page.until("$('#said').textContent.startsWith('Selected')")
     assert await page.run("getSelection().toString().trim()") == "first"
 
 
@@ -658,7 +645,7 @@ async def test_what_is_final_of_a_long_answer_stays_the_same_nodes(
         const { MarkdownView } = await import("/page/markdown.js");
         const node = document.createElement("div");
         node.className = "answer";
-        document.querySelector("#log").append(node);
+        $("#log").append(node);
         const view = new MarkdownView(node);
         const all = () => [...node.parentNode.querySelectorAll(items)];
         view.append(head);
@@ -682,7 +669,7 @@ async def test_what_is_final_of_a_long_answer_stays_the_same_nodes(
 async def test_the_log_follows_its_end_but_for_whoever_scrolls_up(page: Page) -> None:
     script = """async (isUp) => {
         const { followEnd, showEnd } = await import("/page/views.js");
-        const log = document.querySelector("#log");
+        const log = $("#log");
         const node = document.createElement("div");
         log.append(node);
         showEnd();
@@ -715,7 +702,7 @@ async def test_rendering_a_long_answer_takes_a_bounded_fraction_of_the_time(page
     script = """async () => {
         const { MarkdownView } = await import("/page/markdown.js");
         const node = document.createElement("div");
-        document.querySelector("#log").append(node);
+        $("#log").append(node);
         let spent = 0;
         const view = new MarkdownView(node, (render) => {
             const begin = performance.now();
@@ -763,25 +750,19 @@ async def test_a_server_that_needs_a_key(page: Page, url: str) -> None:
     refusal = json.dumps({"error": {"message": "a valid API key is needed"}}).encode()
     await page.answer("/page/info", 401, "application/json", refusal)
     await page.send("Page.navigate", url=url)
-    await page.until("document.querySelector('#key') === document.activeElement")
+    await page.until("$('#key') === document.activeElement")
     assert "401" in await page.errors.get()
     await page.send("Fetch.disable")
     page.requests.clear()
-    await page.run(
-        "document.querySelector('#key').value = 'sk-test'; "
-        "document.querySelector('#key-form button').click()"
-    )
-    await page.until(
-        "document.querySelector('#status').dataset.state === 'live' && "
-        "document.querySelector('#notice').hidden"
-    )
+    await page.run("$('#key').value = 'sk-test'; $('#key-form button').click()")
+    await page.until("$('#status').dataset.state === 'live' && $('#notice').hidden")
     assert await page.run(
         "sessionStorage.getItem('aioinfer-api-key') === 'sk-test' && !document.cookie && "
         "!JSON.stringify(localStorage).includes('sk-test')"
     )
     await set_field(page, "max_tokens", "2")
     await say(page, "Hello.")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    await page.until(f"{IDLE} && $('.figures')")
     paths = ["/v1/models", "/page/info", "/page/live", "/v1/chat/completions"]
     requested = [URL(request["url"]).path for request in page.requests]
     assert [path for path in requested if path != "/tokenize"] == paths
@@ -793,14 +774,13 @@ async def test_a_model_without_a_chat_template(page: Page, url: str) -> None:
     info = {"chat": False, "max_model_len": 100, "defaults": {"temperature": 1}}
     await page.answer("/page/info", 200, "application/json", json.dumps(info).encode())
     await page.send("Page.navigate", url=url)
-    await page.until("document.querySelector('#hint')?.textContent.includes('no chat template')")
-    assert await page.run("document.querySelector('.chat-only').hidden")
+    await page.until("$('#hint')?.textContent.includes('no chat template')")
+    assert await page.run("$('.chat-only').hidden")
     await set_field(page, "max_tokens", "6")
     for text in ("The capital of France is", "Once upon"):
         await say(page, text)
         await page.until(
-            f"{IDLE} && {LAST_TEXT} && "
-            f"[...document.querySelectorAll('.turn')].at(-1).textContent.includes('{text}')"
+            f"{IDLE} && {LAST_TEXT} && $$('.turn').at(-1).textContent.includes('{text}')"
         )
     assert [body["prompt"] for body in posted(page, "/v1/completions")] == [
         "The capital of France is",
@@ -818,22 +798,22 @@ async def test_a_model_without_a_chat_template_has_its_text_shown_as_it_is(
     body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
     await page.answer("/v1/completions", 200, "text/event-stream", body)
     await page.send("Page.navigate", url=url)
-    await page.until("document.querySelector('#hint')?.textContent.includes('no chat template')")
-    field = "document.querySelector('#composer').elements.max_tokens.placeholder"
+    await page.until("$('#hint')?.textContent.includes('no chat template')")
+    field = "$('#composer').elements.max_tokens.placeholder"
     assert await page.run(field) == "7"
     await say(page, "Once")
-    await page.until(f"{IDLE} && document.querySelector('.figures')")
-    assert await page.run("document.querySelector('.answer').innerText") == " **a**\n\n\n# <b>"
+    await page.until(f"{IDLE} && $('.figures')")
+    assert await page.run("$('.answer').innerText") == " **a**\n\n\n# <b>"
 
 
 async def test_a_server_without_a_tokenizer(page: Page, url: str) -> None:
     info = {"chat": False, "tokenizer": False, "max_model_len": 100, "defaults": {}}
     await page.answer("/page/info", 200, "application/json", json.dumps(info).encode())
     await page.send("Page.navigate", url=url)
-    await page.until("document.querySelector('#hint')?.textContent.includes('without a tokenizer')")
-    assert await page.run("document.querySelector('#prompt').disabled")
-    assert await page.run("document.querySelector('#send').disabled")
-    await page.until("document.querySelector('#status').dataset.state === 'live'")
+    await page.until("$('#hint')?.textContent.includes('without a tokenizer')")
+    assert await page.run("$('#prompt').disabled")
+    assert await page.run("$('#send').disabled")
+    await page.until("$('#status').dataset.state === 'live'")
 
 
 async def test_an_engine_that_does_not_serve_says_why(page: Page, url: str) -> None:
@@ -846,8 +826,8 @@ async def test_an_engine_that_does_not_serve_says_why(page: Page, url: str) -> N
     body = f"data: {json.dumps(event | {'engines': [restarting, dead]})}\n\n".encode()
     await page.answer("/page/live", 200, "text/event-stream", body)
     await page.send("Page.navigate", url=url)
-    await page.until("document.querySelectorAll('.engine').length === 2")
-    shown = "[...document.querySelectorAll('.outage')].map((node) => [node.hidden, node.innerText])"
+    await page.until("$$('.engine').length === 2")
+    shown = "$$('.outage').map((node) => [node.hidden, node.innerText])"
     assert await page.run(shown) == [
         [False, "The workers were lost and are restarting: attempt 2 of 3. Requests wait."],
         [False, "Dead: worker 0 was killed"],
@@ -863,14 +843,12 @@ async def test_the_live_stream_is_open_only_while_the_page_can_be_seen(page: Pag
     assert streams() == 1
     await page.run(show % "true")
     await page.run(
-        "document.querySelector('[data-value=running]').textContent = 'stale'; new "
+        "$('[data-value=running]').textContent = 'stale'; new "
         "Promise((wake) => setTimeout(wake, 1200))"
     )
-    assert (
-        await page.run("document.querySelector('[data-value=running]').textContent") == "stale"
-    ), "no event comes"
+    assert await page.run("$('[data-value=running]').textContent") == "stale", "no event comes"
     await page.run(show % "false")
-    await page.until("document.querySelector('[data-value=running]').textContent === '0'")
+    await page.until("$('[data-value=running]').textContent === '0'")
     assert streams() == 2
 
 
@@ -879,18 +857,18 @@ async def test_each_engine_has_its_panel(browser: Page) -> None:
     server = HttpServer(frontend.config, frontend)
     try:
         await browser.open(await server.start())
-        await browser.until("document.querySelectorAll('.engine').length === 2")
-        assert await browser.run(
-            "[...document.querySelectorAll('.engine h2')].map((h) => h.textContent)"
-        ) == ["Engine 0", "Engine 1"]
+        await browser.until("$$('.engine').length === 2")
+        assert await browser.run("$$('.engine h2').map((h) => h.textContent)") == [
+            "Engine 0",
+            "Engine 1",
+        ]
         params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
         for number in range(3):
             await frontend.submit([number + 5] * 20, params)
         await browser.until(
-            "[...document.querySelectorAll('.engine "
-            "[data-value=running]')].map((d) => d.textContent).join() === '2,1'"
+            "$$('.engine [data-value=running]').map((d) => d.textContent).join() === '2,1'"
         )
-        readouts = "[...document.querySelectorAll('.engine [data-value=readout]')]"
+        readouts = "$$('.engine [data-value=readout]')"
         await browser.until(f"{readouts}.every((p) => p.textContent.startsWith('Mean of'))")
     finally:
         await browser.open("about:blank")
@@ -910,13 +888,11 @@ async def test_a_phone(page: Page) -> None:
     assert await page.run("document.documentElement.scrollWidth") == 360, (
         "nothing has to be scrolled sideways"
     )
-    assert await page.run(
-        "document.querySelector('#prompt').getBoundingClientRect().bottom < innerHeight"
-    )
+    assert await page.run("$('#prompt').getBoundingClientRect().bottom < innerHeight")
     drawn = """(async () => {
-        document.querySelector("[data-shows=engine]").click();
+        $("[data-shows=engine]").click();
         for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
-        const charts = [...document.querySelectorAll("#engine canvas")];
+        const charts = $$("#engine canvas");
         return charts.filter((each) => each.width > 300).length;
     })()"""
     assert await page.run(drawn) >= 6, "charts are drawn once they are shown"

@@ -43,50 +43,46 @@ async def answered(page: Page, script: Script) -> None:
     await say(page, "All of it?")
     script.send(delta(reasoning_content="Hm."), delta(content=LONG), *end("length"))
     await until_idle(page)
-    await page.until("document.querySelector('.katex') && document.querySelector('.hl-keyword')")
+    await page.until("$('.katex') && $('.hl-keyword')")
     await page.run(
-        "document.querySelector('.course').open = document.querySelector('.thought').open = true;"
-        "document.querySelector('.reply .menu-list').showPopover()"
+        "$('.course').open = $('.thought').open = true;$('.reply .menu-list').showPopover()"
     )
 
 
 async def answering(page: Page, script: Script) -> None:
     await say(page, "Go on.")
     script.send(delta(content="Yes"))
-    await page.until("document.querySelector('.answer')?.textContent === 'Yes'")
+    await page.until("$('.answer')?.textContent === 'Yes'")
 
 
 async def calling(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('[data-example=tools]').click()")
+    await page.run("$('[data-example=tools]').click()")
     await say(page, "Is it warm?")
     script.send(call(0, "get_weather", '{"city": "Paris"}'), *end("tool_calls"))
     await until_idle(page)
 
 
 async def hesitating(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('[name=logprobs]').click()")
+    await page.run("$('[name=logprobs]').click()")
     await say(page, "Sky?")
     tokens = [token(f"word{n} ", -n / 2, ("other", -3.0)) for n in range(8)]
     script.send(*tokens, *end("stop"))
     await until_idle(page)
-    await page.run(
-        "[...document.querySelectorAll('.tool')]"
-        ".find((made) => made.textContent === 'Probabilities').click()"
-    )
+    await page.run("$$('.tool').find((made) => made.textContent === 'Probabilities').click()")
 
 
 async def refused(page: Page, script: Script) -> None:
     script.refusal = {"message": "is wrong", "param": "tools[0].function.name"}
-    await page.run("document.querySelector('[data-example=tools]').click()")
+    await page.run("$('[data-example=tools]').click()")
     await say(page, "Hello.")
-    await page.until("document.querySelector('.failure')")
+    await page.until("$('.failure')")
     assert "400" in await page.errors.get()
 
 
 async def comparing(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('[name=compare]').click()")
+    await page.run("$('[name=compare]').click()")
     await say(page, "Which?")
-    await page.until("document.querySelectorAll('.pair .reply').length === 2")
+    await page.until("$$('.pair .reply').length === 2")
     for _ in range(2):
         script.send(delta(content=LONG), *end("stop"))
     await until_idle(page)
@@ -96,7 +92,7 @@ async def with_pictures(page: Page, script: Script) -> None:
     await open_with(page, ["text", "image"])
     await give(page, "paste", [40, 30, "image/png"])
     await page.until(f"{SHOWN}.length === 1")
-    await page.run("document.querySelector('#prompt').focus()")
+    await page.run("$('#prompt').focus()")
     await page.press("Enter", 13, "\r")
     script.send(delta(content="Red."), *end("stop"))
     await until_idle(page)
@@ -108,16 +104,16 @@ async def editing(page: Page, script: Script) -> None:
     """A message is being edited, and what was deleted can be brought back."""
     for text in ("One?", "Two?"):
         await ask(page, script, text, "Yes.")
-    await press(page, "Delete", "document.querySelector('#log')")
-    await press(page, "Edit", "document.querySelector('#log')")
-    await page.until("document.querySelector('.edit')")
+    await press(page, "Delete", "$('#log')")
+    await press(page, "Edit", "$('#log')")
+    await page.until("$('.edit')")
 
 
 async def overloaded(page: Page, script: Script) -> None:
     busy = b'{"error": {"message": "the queue is full"}}'
     await page.answer("/v1/chat/completions", 503, "application/json", busy)
     await say(page, "Hello.")
-    await page.until(f"document.querySelector('.failure') && {IDLE}")
+    await page.until(f"$('.failure') && {IDLE}")
     assert "503" in await page.errors.get()
 
 
@@ -125,19 +121,19 @@ async def starting(page: Page, script: Script) -> None:
     wait = b'{"error": {"message": "the server is starting (load, 25 %)", "code": "not_ready"}}'
     await page.answer("/v1/models", 503, "application/json", wait)
     await page.send("Page.reload")
-    await page.until("document.querySelector('#status')?.dataset.state === 'start'")
+    await page.until("$('#status')?.dataset.state === 'start'")
 
 
 async def without_server(page: Page, script: Script) -> None:
     await page.answer("/page/live", 502, "text/html", b"<html>gone</html>")
     await page.send("Page.reload")
-    await page.until("document.querySelector('#status')?.dataset.state === 'lost'")
+    await page.until("$('#status')?.dataset.state === 'lost'")
 
 
 async def unreachable(page: Page, script: Script) -> None:
     await page.answer("/v1/models", 502, "text/html", b"<html>gone</html>")
     await page.send("Page.reload")
-    await page.until("document.querySelector('#retry')?.checkVisibility()")
+    await page.until("$('#retry')?.checkVisibility()")
 
 
 async def restarting(page: Page, script: Script) -> None:
@@ -149,7 +145,7 @@ async def restarting(page: Page, script: Script) -> None:
     body = f"data: {json.dumps(event)}\n\n".encode()
     await page.answer("/page/live", 200, "text/event-stream", body)
     await page.send("Page.reload")
-    await page.until("document.querySelector('.stale .outage')?.checkVisibility()")
+    await page.until("$('.stale .outage')?.checkVisibility()")
 
 
 async def listed(page: Page, script: Script) -> None:
@@ -158,33 +154,32 @@ async def listed(page: Page, script: Script) -> None:
     items = "".join(f"{item + 1}. item\n" for item in range(60))
     await ask(page, script, "One?", f"{items}\n| a | b |\n|---|---|\n{rows}")
     script.send(delta(content="[1, 2]"), *end("stop"))
-    await press(page, "Regenerate", "document.querySelector('#log')")
-    await page.until("document.querySelector('.version')?.textContent === '2/2'")
-    await page.run("document.querySelector('.arrow:not(:disabled)').click()")
-    await page.until("document.querySelectorAll('.further').length === 4")
-    await page.run("document.querySelector('#conversations .menu button').click()")
+    await press(page, "Regenerate", "$('#log')")
+    await page.until("$('.version')?.textContent === '2/2'")
+    await page.run("$('.arrow:not(:disabled)').click()")
+    await page.until("$$('.further').length === 4")
+    await page.run("$('#conversations .menu button').click()")
 
 
 async def settings(page: Page, script: Script) -> None:
     """Only one fold is open at a time: all are, for once."""
     await page.run(
-        "document.querySelectorAll('.folds details').forEach((fold) => {"
-        "fold.removeAttribute('name'); fold.open = true; })"
+        "$$('.folds details').forEach((fold) => {fold.removeAttribute('name'); fold.open = true; })"
     )
 
 
 async def without_key(page: Page, script: Script) -> None:
     await page.answer("/page/info", 401, "application/json", b'{"error": {"message": "a key"}}')
     await page.send("Page.reload")
-    await page.until("document.querySelector('#status')?.dataset.state === 'key'")
+    await page.until("$('#status')?.dataset.state === 'key'")
 
 
 async def endpoints(page: Page, script: Script) -> None:
     """The other page, with a fold that is open."""
     await page.run("location.href = './docs'")
-    await page.until("document.querySelectorAll('summary').length > 20")
-    await page.run("document.querySelector('details').open = true")
-    await page.until("document.querySelector('form textarea')")
+    await page.until("$$('summary').length > 20")
+    await page.run("$('details').open = true")
+    await page.until("$('form textarea')")
 
 
 @pytest.fixture(scope="module")

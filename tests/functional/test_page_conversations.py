@@ -18,14 +18,14 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]
 
-TITLES = "[...document.querySelectorAll('.conversation')].map((b) => b.textContent)"
-SAID = "[...document.querySelectorAll('.said.user, .answer')].map((n) => n.textContent)"
-VERSION = "document.querySelector('.version')?.textContent"
+TITLES = "$$('.conversation').map((b) => b.textContent)"
+SAID = "$$('.said.user, .answer').map((n) => n.textContent)"
+VERSION = "$('.version')?.textContent"
 
 
 async def ask(page: Page, script: Script, text: str, answer: str) -> None:
     """Has a message answered."""
-    count = await page.run("document.querySelectorAll('.turn').length")
+    count = await page.run("$$('.turn').length")
     await say(page, text)
     script.send(delta(content=answer), *end("stop"))
     await until_idle(page, count + 1)
@@ -53,7 +53,7 @@ async def reload(page: Page) -> None:
     await asyncio.sleep(0.5)  # what is to be kept has begun to be
     await page.run(KEPT)  # a transaction that has not ended is lost
     await page.send("Page.reload")
-    await page.until("document.querySelector('#status')?.dataset.state === 'live'")
+    await page.until("$('#status')?.dataset.state === 'live'")
 
 
 # ---------------------------------------------------------------- kept
@@ -65,12 +65,12 @@ async def test_a_reload_loses_nothing(page: Page, script: Script) -> None:
     await reload(page)
     await page.until(f"{LAST_TEXT} === 'It is this.'")
     assert await page.run(SAID) == ["What is ＊this＊?", "It is this."]
-    assert await page.run("document.querySelector('#prompt').value") == "A draft"
+    assert await page.run("$('#prompt').value") == "A draft"
     assert await page.run(TITLES) == ["What is ＊this＊?"]
     assert (await page.run("document.title")).startswith("What is ＊this＊? ")
-    figures = await page.run("document.querySelector('.figures').textContent")
+    figures = await page.run("$('.figures').textContent")
     assert figures.startswith("7 tokens (prompt 9) · first after ")
-    await page.run("document.querySelector('#prompt').value = ''")
+    await page.run("$('#prompt').value = ''")
     await ask(page, script, "And?", "That.")
     assert [message["content"] for message in posted(page)[-1]["messages"]] == [
         "What is ＊this＊?", "It is **this**.", "And?",
@@ -82,11 +82,11 @@ async def test_a_reload_keeps_the_settings_and_a_message_without_answer(
 ) -> None:
     await set_field(page, "temperature", "0.3")
     await set_field(page, "system", "Be brief.")
-    await page.run("document.querySelector('[data-example=tools]').click()")
+    await page.run("$('[data-example=tools]').click()")
     await say(page, "Are you there?")
     await page.until(f"{TITLES}.join() === 'Are you there?'")
     await reload(page)
-    assert await page.run("document.querySelector('#num-set').textContent") == "2 set"
+    assert await page.run("$('#num-set').textContent") == "2 set"
     await press(page, "Answer")
     script.send(delta(content="Yes."), *end("stop"))
     await page.until(f"{LAST_TEXT} === 'Yes.' && {IDLE}")
@@ -94,7 +94,7 @@ async def test_a_reload_keeps_the_settings_and_a_message_without_answer(
     assert body["temperature"] == 0.3
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
     assert body["tools"][0]["function"]["name"] == "get_weather"
-    shown = "getComputedStyle(document.querySelector('.unanswered')).display"
+    shown = "getComputedStyle($('.unanswered')).display"
     assert await page.run(shown) == "none"
 
 
@@ -104,21 +104,21 @@ async def test_a_refusal_leaves_the_answer_that_was_to_be_given_once_more(
     await ask(page, script, "Why?", "So.")
     script.refusal = {"message": "the queue is full"}
     await press(page, "Regenerate")
-    await page.until(f"document.querySelector('.log > .failure') && {IDLE}")
+    await page.until(f"$('.log > .failure') && {IDLE}")
     assert await page.run(SAID) == ["Why?", "So."]
     assert "400" in await page.errors.get()
     await say(page, "And now?")
-    await page.until(f"document.querySelector('#prompt').value === 'And now?' && {IDLE}")
+    await page.until(f"$('#prompt').value === 'And now?' && {IDLE}")
     assert await page.run(SAID) == ["Why?", "So."], "what was refused is in the composer alone"
-    assert await page.run("document.querySelectorAll('.failure').length") == 1
+    assert await page.run("$$('.failure').length") == 1
     assert "400" in await page.errors.get()
     await press(page, "New chat")
     await page.press("Enter", 13, "\r")
-    await page.until(f"document.querySelector('.log > .failure') && {IDLE}")
+    await page.until(f"$('.log > .failure') && {IDLE}")
     assert await page.run(TITLES) == ["Why?"], "nothing is kept of a chat without a message"
     assert "400" in await page.errors.get()
     script.refusal = None
-    await page.run("document.querySelector('#prompt').value = ''")
+    await page.run("$('#prompt').value = ''")
     await ask(page, script, "A title", "Yes.")
     assert await page.run(TITLES) == ["A title", "Why?"]
 
@@ -153,21 +153,18 @@ async def test_what_is_opened_while_an_answer_comes_stays_open(page: Page, scrip
     await say(page, "Second?")
     script.send(delta(content="Two"))
     await page.until(f"{LAST_TEXT} === 'Two'")
-    await page.run(
-        "[...document.querySelectorAll('.conversation')]"
-        ".find((made) => made.textContent === 'First?').click()"
-    )
+    await page.run("$$('.conversation').find((made) => made.textContent === 'First?').click()")
     await page.until(f"{LAST_TEXT} === 'One.' && {TITLES}.length === 2")
     script.begin()
-    current = "document.querySelector('.conversation[aria-current]').textContent"
+    current = "$('.conversation[aria-current]').textContent"
     assert await page.run(f"[{current}, document.title.split(' · ')[0]]") == ["First?"] * 2
     await press(page, "Private")
     await say(page, "Third?")
     script.send(delta(content="Three"))
     await page.until(f"{LAST_TEXT} === 'Three'")
-    await page.run("document.querySelector('.conversation').click()")
+    await page.run("$('.conversation').click()")
     await page.until(f"{LAST_TEXT} === 'Two'")
-    assert await page.run("document.querySelector('#private').hidden")
+    assert await page.run("$('#private').hidden")
     await reload(page)
     await page.until(f"{LAST_TEXT} === 'Two' && {current} === 'Second?'")
     assert sorted(await page.run(TITLES)) == ["First?", "Second?"]
@@ -180,8 +177,8 @@ async def test_a_conversation_is_removed_while_its_answer_comes(page: Page, scri
     await asyncio.sleep(1.1)  # it is kept once a second
     script.send(delta(content="cause"))
     await page.until(f"{TITLES}.length === 1")
-    await press(page, "Delete", "document.querySelector('#conversations')")
-    await page.until(f"document.querySelectorAll('.turn').length === 0 && {IDLE}")
+    await press(page, "Delete", "$('#conversations')")
+    await page.until(f"$$('.turn').length === 0 && {IDLE}")
     await asyncio.sleep(0.2)
     assert await page.run(TITLES) == []
     await reload(page)
@@ -194,21 +191,19 @@ async def test_an_answer_that_is_being_kept_closes_no_menu(page: Page, script: S
     await asyncio.sleep(1.1)
     script.send(delta(content="1"))
     await page.until(f"{TITLES}.length === 1")
-    await page.run("document.querySelector('#conversations .menu-list').showPopover()")
+    await page.run("$('#conversations .menu-list').showPopover()")
     for number in range(2, 4):
         await asyncio.sleep(1.1)
         script.send(delta(content=str(number)))
     await page.until(f"{LAST_TEXT} === '0123'")
     assert await page.run(
         "(({ bottom, height }) => height > 100 && bottom < innerHeight)"
-        "(document.querySelector('#conversations :popover-open').getBoundingClientRect())"
+        "($('#conversations :popover-open').getBoundingClientRect())"
     ), "the list does not cut the menu off"
     await page.press("Escape", 27)
-    await page.until("document.querySelector(':popover-open') === null")
+    await page.until("$(':popover-open') === null")
     assert not await page.run(IDLE), "Escape has closed the menu, and nothing else"
-    await page.run(
-        "[...document.querySelectorAll('.conversation')].forEach((made) => made.click())"
-    )
+    await page.run("$$('.conversation').forEach((made) => made.click())")
     script.send(delta(content="4"), *end("stop"))
     await until_idle(page)
     assert await page.run(LAST_TEXT) == "01234", "to open what is open ends no answer"
@@ -220,40 +215,39 @@ async def test_the_list_is_searched_renamed_pinned_and_undone(page: Page, script
             await press(page, "New chat")
         await ask(page, script, f"About {word}", f"{word} are fruit; zebra{number}")
     assert await page.run(TITLES) == ["About plums", "About pears", "About apples"]
-    await page.run("document.querySelector('#search').focus()")
+    await page.run("$('#search').focus()")
     await page.send("Input.insertText", text="ZEBRA1")
     await page.until(f"{TITLES}.join() === 'About pears'")
     await page.run(
-        "const search = document.querySelector('#search');"
-        "search.value = ''; search.dispatchEvent(new Event('input'))"
+        "const search = $('#search');search.value = ''; search.dispatchEvent(new Event('input'))"
     )
-    last = "document.querySelector('#conversations li:last-child')"
+    last = "$('#conversations li:last-child')"
     await press(page, "Pin", last)
     await page.until(f"{TITLES}[0] === '★ About apples'")
-    await press(page, "Rename", "document.querySelector('#conversations li')")
+    await press(page, "Rename", "$('#conversations li')")
     await page.send("Input.insertText", text="Fruit <b>")
-    current = "document.querySelector('.conversation[aria-current]').textContent"
+    current = "$('.conversation[aria-current]').textContent"
     opened = await page.run(current)
     await page.press("Enter", 13, "\r")
     await page.until(f"{TITLES}[0] === '★ Fruit <b>'")
     assert await page.run(current) == opened, "Enter renames, and opens nothing"
-    await press(page, "Delete", "document.querySelector('#conversations li')")
+    await press(page, "Delete", "$('#conversations li')")
     await page.until(f"{TITLES}.length === 2")
-    await press(page, "Undo", "document.querySelector('#said')")
+    await press(page, "Undo", "$('#said')")
     await page.until(f"{TITLES}.length === 3")
     await reload(page)
     await page.until(f"{TITLES}.join() === '★ Fruit <b>,About plums,About pears'")
-    await page.run("document.querySelector('.conversation').click()")
+    await page.run("$('.conversation').click()")
     await page.until(f"{LAST_TEXT} === 'apples are fruit; zebra0'")
 
 
 async def test_a_private_chat_is_not_kept(page: Page, script: Script) -> None:
     await press(page, "Private")
-    assert not await page.run("document.querySelector('#private').hidden")
+    assert not await page.run("$('#private').hidden")
     await ask(page, script, "A secret", "Yes.")
     assert await page.run(TITLES) == []
     await reload(page)
-    assert await page.run(f"{TITLES}.length || document.querySelectorAll('.turn').length") == 0
+    assert await page.run(f"{TITLES}.length || $$('.turn').length") == 0
 
 
 async def test_a_later_version_of_the_page_may_change_the_tables(
@@ -267,7 +261,7 @@ async def test_a_later_version_of_the_page_may_change_the_tables(
         opening.onsuccess = () => (opening.result.close(), wake("open"));
     })"""
     assert await page.run(newer) == "open"
-    await page.until("document.querySelector('#said').textContent.includes('reload')")
+    await page.until("$('#said').textContent.includes('reload')")
     await ask(page, script, "And now?", "No.")  # the chat works on
     assert await page.run(SAID) == ["Kept?", "Yes.", "And now?", "No."]
 
@@ -278,7 +272,7 @@ async def test_export_and_import(page: Page, script: Script) -> None:
         let text = null;
         const make = URL.createObjectURL;
         URL.createObjectURL = (blob) => ((text = blob.text()), make.call(URL, blob));
-        [...document.querySelectorAll('.menu-list button')]
+        $$('.menu-list button')
             .find((b) => b.textContent === 'Export as %s').click();
         return await text;
     })()"""
@@ -297,15 +291,13 @@ async def test_export_and_import(page: Page, script: Script) -> None:
     ):
         await page.run(
             f"""(() => {{
-                const transfer = new DataTransfer(), input = document.querySelector('#import-file');
+                const transfer = new DataTransfer(), input = $('#import-file');
                 transfer.items.add(new File([{json.dumps(text)}], "x.json"));
                 input.files = transfer.files;
                 input.dispatchEvent(new Event("change"));
             }})()"""
         )
-        await page.until(
-            f"document.querySelector('#said').textContent.includes({json.dumps(said)})"
-        )
+        await page.until(f"$('#said').textContent.includes({json.dumps(said)})")
     assert await page.run(TITLES) == ["Name one."] * 2
 
 
@@ -350,12 +342,12 @@ async def test_regenerate_edit_and_go_through_the_versions(page: Page, script: S
 async def test_a_turn_is_deleted_and_brought_back(page: Page, script: Script) -> None:
     await ask(page, script, "First", "1")
     await ask(page, script, "Second", "2")
-    await press(page, "Delete", "document.querySelectorAll('.turn')[1]", last=False)
+    await press(page, "Delete", "$$('.turn')[1]", last=False)
     await page.until(f"{SAID}.join() === 'First,1'")
     assert await page.run("document.activeElement.textContent") == "Undo"
     await press(page, "Undo")
     await page.until(f"{SAID}.join() === 'First,1,Second,2'")
-    await press(page, "Delete", "document.querySelectorAll('.turn')[1]", last=False)
+    await press(page, "Delete", "$$('.turn')[1]", last=False)
     await ask(page, script, "Third", "3")
     assert [message["content"] for message in posted(page)[-1]["messages"]] == [
         "First",
@@ -366,23 +358,20 @@ async def test_a_turn_is_deleted_and_brought_back(page: Page, script: Script) ->
 
 async def test_two_answers_side_by_side(page: Page, script: Script) -> None:
     await set_field(page, "temperature", "0.1")
-    await page.run("document.querySelector('#preset-name').value = 'cold'")
+    await page.run("$('#preset-name').value = 'cold'")
     await press(page, "Save")
     await set_field(page, "temperature", "1.5")
-    await page.run(
-        "document.querySelector('[name=compare]').checked = true;"
-        "document.querySelector('[name=compare_preset]').value = 'cold'"
-    )
+    await page.run("$('[name=compare]').checked = true;$('[name=compare_preset]').value = 'cold'")
     await say(page, "Which?")
-    await page.until("document.querySelectorAll('.pair .reply').length === 2")
+    await page.until("$$('.pair .reply').length === 2")
     script.send(delta(content="x"), *end("stop"))
     script.send(delta(content="x"), *end("stop"))
     await until_idle(page)
     assert sorted(body["temperature"] for body in posted(page)) == [0.1, 1.5]
-    assert await page.run("document.querySelectorAll('.pair .column').length") == 2
+    assert await page.run("$$('.pair .column').length") == 2
     await press(page, "Go on with this", last=False)
-    await page.until(f"!document.querySelector('.pair') && {VERSION}")
-    await page.run("document.querySelector('[name=compare]').checked = false")
+    await page.until(f"!$('.pair') && {VERSION}")
+    await page.run("$('[name=compare]').checked = false")
     await ask(page, script, "And?", "So.")
     assert len(posted(page)[-1]["messages"]) == 3
 
@@ -391,7 +380,7 @@ async def test_two_answers_side_by_side(page: Page, script: Script) -> None:
 
 
 async def test_an_alternative_is_gone_on_from(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('[name=logprobs]').click()")
+    await page.run("$('[name=logprobs]').click()")
     await say(page, "Sky?")
     script.send(
         token("Blue", -0.1, ("Grey", -2.5)), token(" today", -3.0, (" né", -3.1)), *end("stop")
@@ -399,17 +388,16 @@ async def test_an_alternative_is_gone_on_from(page: Page, script: Script) -> Non
     await until_idle(page)
     assert posted(page)[0]["top_logprobs"] == 5
     await press(page, "Probabilities")
-    levels = "[...document.querySelectorAll('.token')].map((t) => t.dataset.level).join()"
+    levels = "$$('.token').map((t) => t.dataset.level).join()"
     assert await page.run(levels) == "0,4"
     await page.press("Tab", 9)
-    await page.run("document.querySelector('.token-text').focus()")
+    await page.run("$('.token-text').focus()")
     await page.press("ArrowRight", 39)
-    details = "document.querySelector('.alternatives').textContent"
+    details = "$('.alternatives').textContent"
     assert "Token 2: “␣today” 5.0 %" in await page.run(details)
-    await page.run("document.querySelectorAll('.token')[1].click()")
+    await page.run("$$('.token')[1].click()")
     await page.run(
-        "document.querySelectorAll('.token')[0]"
-        ".dispatchEvent(new PointerEvent('pointerover', { bubbles: true }))"
+        "$$('.token')[0].dispatchEvent(new PointerEvent('pointerover', { bubbles: true }))"
     )
     assert "Token 2" in await page.run(details), "a click holds a token"
     await press(page, "␣né")
@@ -447,24 +435,20 @@ async def test_formulas_code_and_tasks(page: Page, script: Script) -> None:
         "```python\ndef f(): return 'é'\n```\n\n`$n$`"
     )
     await ask(page, script, "All?", text)
-    await page.until("document.querySelectorAll('.katex').length === 4")
-    assert await page.run("document.querySelectorAll('.katex-display').length") == 2
-    assert await page.run("document.querySelector('.unread').textContent") == "\\frac{"
+    await page.until("$$('.katex').length === 4")
+    assert await page.run("$$('.katex-display').length") == 2
+    assert await page.run("$('.unread').textContent") == "\\frac{"
     assert "it costs $5 and $6." in await page.run(LAST_TEXT)
-    boxes = "[...document.querySelectorAll('.task input')].map((box) => box.checked)"
+    boxes = "$$('.task input').map((box) => box.checked)"
     assert await page.run(boxes) == [True, False]
-    await page.until("document.querySelector('.hl-keyword')")
-    assert await page.run("document.querySelector('.hl-keyword').textContent") == "def"
-    assert await page.run("document.querySelector('.code code').textContent") == (
-        "def f(): return 'é'\n"
-    )
-    assert await page.run(
-        "[...document.querySelectorAll('.answer > p code')].at(-1).textContent"
-    ) == ("$n$")
+    await page.until("$('.hl-keyword')")
+    assert await page.run("$('.hl-keyword').textContent") == "def"
+    assert await page.run("$('.code code').textContent") == ("def f(): return 'é'\n")
+    assert await page.run("$$('.answer > p code').at(-1).textContent") == ("$n$")
 
 
 async def test_the_tokens_of_a_draft_are_counted(page: Page) -> None:
     await page.answer("/tokenize", 200, "application/json", b'{"count": 1234, "max_model_len": 1}')
     await page.send("Input.insertText", text="A long draft")
-    await page.until("document.querySelector('#tokens').textContent === '1,234 of 100 tokens'")
-    assert await page.run("document.querySelector('#tokens').classList.contains('over')")
+    await page.until("$('#tokens').textContent === '1,234 of 100 tokens'")
+    assert await page.run("$('#tokens').classList.contains('over')")

@@ -21,9 +21,9 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]
 
-SUMMARY = "document.querySelector('.thought summary').textContent"
-CODE = "[...document.querySelectorAll('.turn code')].at(-1)?.textContent"
-RESULTS = "document.querySelectorAll('.calls textarea')"
+SUMMARY = "$('.thought summary').textContent"
+CODE = "$$('.turn code').at(-1)?.textContent"
+RESULTS = "$$('.calls textarea')"
 
 
 # ---------------------------------------------------------------- below a path
@@ -33,22 +33,20 @@ RESULTS = "document.querySelectorAll('.calls textarea')"
 async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script, str]) -> None:
     url = mounted[1]
     await browser.open(url)  # without a slash at its end
-    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    await browser.until("$('#status')?.dataset.state === 'live'")
     assert await browser.run("location.pathname") == "/llm/"
     assert await browser.run("getComputedStyle(document.body).display") == "flex"
     await browser.open(f"{url}/docs")
-    await browser.until("document.querySelectorAll('details').length > 20")
-    titles = (
-        "[...document.querySelectorAll('summary > code:first-child')].map((c) => c.textContent)"
-    )
+    await browser.until("$$('details').length > 20")
+    titles = "$$('summary > code:first-child').map((c) => c.textContent)"
     assert "POST /llm/v1/chat/completions" in await browser.run(titles)
     await opened(browser, "POST /llm/v1/chat/completions")
-    fields = "[...document.querySelectorAll('td code')].map((code) => code.textContent)"
+    fields = "$$('td code').map((code) => code.textContent)"
     assert "tool_choice" in await browser.run(fields)
-    borders = "getComputedStyle(document.querySelector('table')).borderCollapse"
+    borders = "getComputedStyle($('table')).borderCollapse"
     assert await browser.run(borders) == "collapse"
-    await browser.click("document.querySelector('a[href=\"./\"]')")
-    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    await browser.click("$('a[href=\"./\"]')")
+    await browser.until("$('#status')?.dataset.state === 'live'")
     assert all(URL(request["url"]).path.startswith("/llm") for request in browser.requests)
     assert browser.errors.empty(), browser.errors
 
@@ -58,7 +56,7 @@ async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script,
 
 async def opened(browser: Page, title: str) -> str:
     """Opens an endpoint's fold; returns an expression that is its element."""
-    summaries = "[...document.querySelectorAll('main > details > summary')]"
+    summaries = "$$('main > details > summary')"
     fold = f"{summaries}.find((s) => s.firstChild.textContent === {title!r}).parentNode"
     await browser.run(f"{fold}.open = true")
     await browser.until(f"{fold}.querySelector('form')")
@@ -72,8 +70,8 @@ async def test_a_call_from_the_page_of_endpoints(
     script, url = mounted
     script.begin()
     await browser.open(f"{url}/docs")
-    await browser.until("document.querySelectorAll('details').length > 20")
-    await browser.run("document.querySelector('#key').focus()")
+    await browser.until("$$('details').length > 20")
+    await browser.run("$('#key').focus()")
     await browser.send("Input.insertText", text="secret")
 
     fold = await opened(browser, "GET /llm/v1/models/{id}")
@@ -136,8 +134,8 @@ async def test_names_and_headings(page: Page, script: Script, width: int) -> Non
     await until_idle(page)
     for path, titles in (("", ["Deep", "Title", "Sub"]), ("docs", [])):
         if path:
-            await page.run("document.querySelector('a')?.remove(), location.assign('docs')")
-            await page.until("document.querySelectorAll('details').length > 20")
+            await page.run("$('a')?.remove(), location.assign('docs')")
+            await page.until("$$('details').length > 20")
             await opened(page, "POST /llm/v1/completions")
         await page.send("Accessibility.enable")
         nodes = (await page.send("Accessibility.getFullAXTree"))["nodes"]
@@ -162,17 +160,17 @@ async def test_names_and_headings(page: Page, script: Script, width: int) -> Non
 async def test_a_thought_is_folded_and_is_no_content(page: Page, script: Script) -> None:
     await say(page, "Why?")
     script.send(delta(reasoning_content="First <b>this</b>,"))
-    await page.until(f"document.querySelector('.thought') && {SUMMARY}.endsWith(' 18 characters')")
+    await page.until(f"$('.thought') && {SUMMARY}.endsWith(' 18 characters')")
     assert (await page.run(SUMMARY)).startswith("Thinking for 0.")
-    assert not await page.run("document.querySelector('.thought').open")
+    assert not await page.run("$('.thought').open")
     script.send(delta(reasoning_content="\nthen that."))
     await page.until(f"{SUMMARY}.endsWith(' 29 characters')")
     script.send(delta(content="**Because.**"))
     await page.until(f"{LAST_TEXT} === 'Because.'")
     assert (await page.run(SUMMARY)).startswith("Thought for ")
-    await page.run("document.querySelector('.thought summary').focus()")
+    await page.run("$('.thought summary').focus()")
     await page.press("Enter", 13, "\r")
-    text = "document.querySelector('.thought-text').innerText"
+    text = "$('.thought-text').innerText"
     assert await page.run(text) == "First <b>this</b>,\nthen that."
     script.send(*end("stop"))
     await until_idle(page)
@@ -184,18 +182,18 @@ async def test_a_thought_is_folded_and_is_no_content(page: Page, script: Script)
         "content": "**Because.**",
         "reasoning_content": "First <b>this</b>,\nthen that.",
     }
-    assert await page.run("document.querySelectorAll('.thought').length") == 1
+    assert await page.run("$$('.thought').length") == 1
 
 
 async def test_a_thought_that_is_stopped_is_no_answer(page: Page, script: Script) -> None:
     await say(page, "Why?")
     script.send(delta(reasoning_content="Let me see"))
-    await page.until("document.querySelector('.thought')")
+    await page.until("$('.thought')")
     await page.press("Escape", 27)
     await until_idle(page)
     assert (await page.run(SUMMARY)).startswith("Thought for ")
-    assert (await page.run("document.querySelector('.figures').textContent")).endswith("stopped")
-    assert await page.run("document.querySelector('#prompt').value") == "Why?"
+    assert (await page.run("$('.figures').textContent")).endswith("stopped")
+    assert await page.run("$('#prompt').value") == "Why?"
 
 
 # ---------------------------------------------------------------- tool calls
@@ -203,12 +201,12 @@ async def test_a_thought_that_is_stopped_is_no_answer(page: Page, script: Script
 
 @pytest.mark.sample
 async def test_a_call_streams_and_its_result_goes_on(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('[data-example=tools]').click()")
-    assert await page.run("document.querySelector('#num-tools').textContent") == "1 set"
-    await page.run("document.querySelector('[name=tool_choice]').value = ':get_weather'")
+    await page.run("$('[data-example=tools]').click()")
+    assert await page.run("$('#num-tools').textContent") == "1 set"
+    await page.run("$('[name=tool_choice]').value = ':get_weather'")
     await say(page, "Is it warm?")
     script.send(delta(reasoning_content="A tool knows."), call(0, "get_weather", ""))
-    await page.until("document.querySelector('.call')")
+    await page.until("$('.call')")
     script.send(call(0, None, '{"city": "Pa'))
     await page.until(f"""{CODE} === '{{\\n  "city": "Pa'""")
     assert not await page.run(f"{RESULTS}.length"), "there is more to come"
@@ -249,15 +247,15 @@ async def test_two_calls_whose_results_fail_at_first(page: Page, script: Script)
     script.send(delta(content="Let me see."), call(0, "first", "{}"), call(1, "second", ""))
     script.send(*end("tool_calls"))
     await until_idle(page)
-    send = "document.querySelector('.calls .primary')"
+    send = "$('.calls .primary')"
     assert await page.run(f"{send}.textContent") == "Send results"
     await page.send("Input.insertText", text="1")
     await page.press("Enter", 13, "\r")
     assert await page.run("document.activeElement.labels[0].textContent") == "Result of second"
     script.refusal = {"message": "is wrong", "param": "messages[2].content"}
     await page.press("Enter", 13, "\r")  # it returns nothing
-    await page.until(f"document.querySelector('.failure') && {IDLE}")
-    failure = await page.run("document.querySelector('.failure').textContent")
+    await page.until(f"$('.failure') && {IDLE}")
+    failure = await page.run("$('.failure').textContent")
     assert failure == "400: messages[2].content: is wrong"
     assert "400" in await page.errors.get()
     script.refusal = None
@@ -289,13 +287,13 @@ async def test_a_message_goes_on_without_a_result(page: Page, script: Script) ->
 async def test_a_call_that_breaks_off_is_left_out(page: Page, script: Script) -> None:
     await say(page, "One?")
     script.send(call(0, "first", '{"a": 1}'), call(1, "<i>second</i>", '{"b": "<b>'))
-    await page.until("document.querySelectorAll('.call').length === 2")
+    await page.until("$$('.call').length === 2")
     await page.press("Escape", 27)
     await until_idle(page)
-    names = "[...document.querySelectorAll('.call .language')].map((node) => node.innerHTML)"
+    names = "$$('.call .language').map((node) => node.innerHTML)"
     assert await page.run(names) == ["first", "&lt;i&gt;second&lt;/i&gt;"]
     assert await page.run(CODE) == '{"b": "<b>'
-    assert await page.run("document.querySelector('.call > .quiet').textContent") == (
+    assert await page.run("$('.call > .quiet').textContent") == (
         "The call is not complete: it is left out."
     )
     assert await page.run(f"{RESULTS}.length") == 1
@@ -319,7 +317,7 @@ async def test_json_is_indented_while_it_comes(page: Page, script: Script) -> No
     script.send(delta(content=', "x, y"]}'), *end("stop"))
     await until_idle(page)
     assert await page.run(CODE) == '{\n  "a": [\n    1,\n    "x, y"\n  ]\n}'
-    switch = "document.querySelector('.answer button')"
+    switch = "$('.answer button')"
     await page.click(switch)
     assert await page.run(CODE) == '{"a": [1, "x, y"]}'
     assert await page.run(f"{switch}.textContent") == "Show indented"
@@ -328,7 +326,7 @@ async def test_json_is_indented_while_it_comes(page: Page, script: Script) -> No
     (body,) = posted(page)
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     assert body["response_format"] == wanted
-    await page.run("document.querySelector('[data-remove=response_format]').click()")
+    await page.run("$('[data-remove=response_format]').click()")
     await say(page, "Again?")
     script.send(delta(content='[{"b": 1}]'), *end("stop"))
     await until_idle(page, 2)
@@ -346,9 +344,7 @@ async def test_what_is_no_whole_json(page: Page, script: Script, text: str, show
     script.send(delta(content=text), *end("length"))
     await until_idle(page)
     assert await page.run(CODE) == shown
-    assert await page.run("document.querySelector('.answer .language').textContent") == (
-        "JSON, not complete"
-    )
+    assert await page.run("$('.answer .language').textContent") == ("JSON, not complete")
 
 
 async def test_indenting_is_that_of_the_browser(page: Page) -> None:
@@ -391,26 +387,26 @@ async def test_indenting_is_that_of_the_browser(page: Page) -> None:
 )
 async def test_a_field_that_cannot_be_sent(page: Page, name: str, text: str, said: str) -> None:
     await set_field(page, name, text)
-    await page.run(f"document.querySelector('[name={name}]').closest('details').open = false")
+    await page.run(f"$('[name={name}]').closest('details').open = false")
     await say(page, "Hello.")
-    shown = await page.run(f"document.querySelector('#{name}-error').innerText")
+    shown = await page.run(f"$('#{name}-error').innerText")
     assert shown.startswith(said)
     assert await page.run("document.activeElement.name") == name
     assert await page.run("document.activeElement.ariaInvalid") == "true"
     assert posted(page) == []
     await page.send("Input.insertText", text=" ")
-    assert await page.run(f"document.querySelector('#{name}-error').hidden")
+    assert await page.run(f"$('#{name}-error').hidden")
     assert await page.run("document.activeElement.ariaInvalid") is None
 
 
 async def test_an_error_of_the_server_is_said_at_its_field(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('[data-example=tools]').click()")
+    await page.run("$('[data-example=tools]').click()")
     script.refusal = {"message": "a name is missing", "param": "tools[0].function.name"}
     await say(page, "Hello.")
-    await page.until("document.querySelector('.failure')")
+    await page.until("$('.failure')")
     failure = "400: tools[0].function.name: a name is missing"
-    assert await page.run("document.querySelector('.failure').textContent") == failure
-    assert await page.run("document.querySelector('#tools-error').innerText") == failure[5:]
+    assert await page.run("$('.failure').textContent") == failure
+    assert await page.run("$('#tools-error').innerText") == failure[5:]
     assert "400" in await page.errors.get()
 
 
@@ -428,11 +424,11 @@ async def test_a_phone_with_all_of_it(page: Page, script: Script) -> None:
     script.send(call(0, "n" * 60, long), *end("tool_calls"))
     await until_idle(page)
     for fold in ("tools", "response_format", "temperature"):
-        await page.run(f"document.querySelector('[name={fold}]').closest('details').open = true")
+        await page.run(f"$('[name={fold}]').closest('details').open = true")
         assert await page.run("document.documentElement.scrollWidth") == 400
-        assert await page.run("document.querySelectorAll('.folds > [open]').length") == 1
-        prompt = "document.querySelector('#prompt').getBoundingClientRect()"
+        assert await page.run("$$('.folds > [open]').length") == 1
+        prompt = "$('#prompt').getBoundingClientRect()"
         assert await page.run(f"{prompt}.bottom < innerHeight")
-    fields = "[...document.querySelectorAll('input, textarea, select')]"
+    fields = "$$('input, textarea, select')"
     assert await page.run(f"{fields}.filter((field) => !field.labels.length).length") == 0
     await page.send("Emulation.clearDeviceMetricsOverride")

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]
 
-SHOWN = "[...document.querySelectorAll('#composer .pictures img')].map((img) => img.naturalWidth)"
-IN_TURN = "document.querySelectorAll('.turn .pictures img').length"
+SHOWN = "$$('#composer .pictures img').map((img) => img.naturalWidth)"
+IN_TURN = "$$('.turn .pictures img').length"
 #: Makes files of pictures: `[width, height, type]` each.
 GIVE = """async (kind, ...sizes) => {
     const data = new DataTransfer();
@@ -33,7 +33,7 @@ GIVE = """async (kind, ...sizes) => {
         context.fillRect(0, 0, width / 2, height);
         data.items.add(new File([await canvas.convertToBlob({ type })], "a.png", { type }));
     }
-    const prompt = document.querySelector("#prompt");
+    const prompt = $("#prompt");
     const options = { bubbles: true, cancelable: true };
     const event = kind === "paste"
         ? new ClipboardEvent("paste", { ...options, clipboardData: data })
@@ -49,8 +49,8 @@ async def open_with(page: Page, modalities: list[str]) -> None:
     await page.answer("/v1/models", 200, "application/json", json.dumps(models).encode())
     await page.answer("/tokenize", 200, "application/json", b'{"count": 7}')
     await page.send("Page.reload")
-    await page.until("document.querySelector('#model')?.value === 'eye'")
-    await page.until("document.querySelector('#status')?.dataset.state === 'live'")
+    await page.until("$('#model')?.value === 'eye'")
+    await page.until("$('#status')?.dataset.state === 'live'")
 
 
 def size_of(url: str) -> tuple[str, int]:
@@ -65,11 +65,11 @@ async def give(page: Page, kind: str, *sizes: list[Any]) -> bool:
 
 async def test_pictures_are_pasted_dropped_sent_and_kept(page: Page, script: Script) -> None:
     await open_with(page, ["text", "image"])
-    assert not await page.run("document.querySelector('#picture').hidden")
+    assert not await page.run("$('#picture').hidden")
     assert await give(page, "paste", [40, 30, "image/png"])
     assert await give(page, "drop", [4000, 1000, "image/png"], [20, 20, "image/webp"])
     await page.until(f"{SHOWN}.join() === '40,1568,20'")
-    await page.run("document.querySelectorAll('#composer .pictures button')[2].click()")
+    await page.run("$$('#composer .pictures button')[2].click()")
     await say(page, "What is it?")
     script.send(delta(content="Red."), *end("stop"))
     await until_idle(page)
@@ -84,12 +84,12 @@ async def test_pictures_are_pasted_dropped_sent_and_kept(page: Page, script: Scr
 
     await reload(page)
     await page.until(f"{IN_TURN} === 2")
-    assert await page.run("document.querySelector('.said.user').textContent") == "What is it?"
-    await page.run("document.querySelector('[aria-label=\"Edit the message\"]').click()")
+    assert await page.run("$('.said.user').textContent") == "What is it?"
+    await page.run("$('[aria-label=\"Edit the message\"]').click()")
     await page.until("document.activeElement.matches('.edit textarea')")
     assert await page.run("document.activeElement.value") == "What is it?"
     await page.send("Input.insertText", text="And what colour?")
-    await press(page, "Send", "document.querySelector('.edit')")
+    await press(page, "Send", "$('.edit')")
     script.send(delta(content="Red!"), *end("stop"))
     await until_idle(page)
     edited = posted(page)[-1]["messages"][0]["content"]
@@ -100,7 +100,7 @@ async def test_pictures_are_pasted_dropped_sent_and_kept(page: Page, script: Scr
 async def test_a_picture_is_counted_once_and_kept_once(page: Page, script: Script) -> None:
     await open_with(page, ["text", "image"])
     await give(page, "paste", [40, 30, "image/png"])
-    await page.until(f"{SHOWN}.length === 1 && document.querySelector('#tokens').textContent")
+    await page.until(f"{SHOWN}.length === 1 && $('#tokens').textContent")
     for word in ("What ", "is ", "it?"):
         await page.send("Input.insertText", text=word)
         await asyncio.sleep(0.5)
@@ -127,7 +127,7 @@ async def test_a_picture_is_counted_once_and_kept_once(page: Page, script: Scrip
     assert await page.run(kept) == [False, 1, 1]
     await reload(page)
     await page.until(f"{IN_TURN} === 1")
-    await press(page, "Delete", "document.querySelector('#conversations li')")
+    await press(page, "Delete", "$('#conversations li')")
     await page.until(f"{IN_TURN} === 0")
     await reload(page)
     assert await page.run(kept) == [False, 0, 0], "nothing has the picture any more"
@@ -140,9 +140,9 @@ async def test_a_picture_alone_is_a_message_and_a_refusal_gives_it_back(
     script.refusal = {"message": "is too large", "param": "messages[0].content[0].image_url"}
     await give(page, "paste", [8, 8, "image/png"])
     await page.until(f"{SHOWN}.length === 1")
-    await page.run("document.querySelector('#prompt').focus()")
+    await page.run("$('#prompt').focus()")
     await page.press("Enter", 13, "\r")
-    await page.until("document.querySelector('.failure')")
+    await page.until("$('.failure')")
     await page.until(f"{IDLE} && {SHOWN}.length === 1")
     assert [part["type"] for part in posted(page)[-1]["messages"][0]["content"]] == ["image_url"]
     assert "400" in await page.errors.get()
@@ -153,16 +153,16 @@ async def test_what_is_no_picture_is_said(page: Page) -> None:
     await page.run(
         "(() => { const data = new DataTransfer();"
         "data.items.add(new File(['no'], 'note.txt', { type: 'text/plain' }));"
-        "document.querySelector('#prompt').dispatchEvent(new DragEvent('drop', "
+        "$('#prompt').dispatchEvent(new DragEvent('drop', "
         "{ bubbles: true, cancelable: true, dataTransfer: data })); })()"
     )
-    await page.until("document.querySelector('#said').textContent.includes('note.txt')")
+    await page.until("$('#said').textContent.includes('note.txt')")
     assert await page.run(SHOWN) == []
 
 
 async def test_a_model_that_reads_text_alone_is_offered_none(page: Page) -> None:
     await open_with(page, ["text"])
-    assert await page.run("document.querySelector('#picture').hidden")
+    assert await page.run("$('#picture').hidden")
     assert await give(page, "drop", [8, 8, "image/png"]), "the browser does not leave the page"
-    await page.until("document.querySelector('#said').textContent.includes('no pictures')")
+    await page.until("$('#said').textContent.includes('no pictures')")
     assert await page.run(SHOWN) == []

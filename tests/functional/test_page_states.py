@@ -18,10 +18,10 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]
 
-STATE = "document.querySelector('#status')?.dataset.state"
-HINT = "document.querySelector('#hint')?.textContent"
-NOTICE = "document.querySelector('#notice-text')?.textContent"
-FAILURE = "document.querySelector('.failure')?.textContent"
+STATE = "$('#status')?.dataset.state"
+HINT = "$('#hint')?.textContent"
+NOTICE = "$('#notice-text')?.textContent"
+FAILURE = "$('.failure')?.textContent"
 
 
 async def test_the_page_waits_for_a_server_that_starts(browser: Page) -> None:
@@ -31,11 +31,11 @@ async def test_the_page_waits_for_a_server_that_starts(browser: Page) -> None:
         url = await server.start()
         await browser.open(url)
         await browser.until(f"{STATE} === 'start' && {HINT} === 'The server is starting.'")
-        assert await browser.run("document.querySelector('#prompt').disabled")
+        assert await browser.run("$('#prompt').disabled")
         server.on_progress("load the weights", 3, 12)
         await browser.until(f"{HINT} === 'The server is starting (load the weights, 25 %).'")
         await server.serve(ModelGroup([frontend]))
-        await browser.until(f"{STATE} === 'live' && !document.querySelector('#prompt').disabled")
+        await browser.until(f"{STATE} === 'live' && !$('#prompt').disabled")
         assert "starting" not in await browser.run(HINT)
         while not browser.errors.empty():
             assert "503" in browser.errors.get_nowait()
@@ -53,16 +53,15 @@ async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
     await second.control.sleep()
     models, server = ModelGroup([first, second]), HttpServer(first.config)
     models.min_stay_s = 0.0
-    names = "[...document.querySelectorAll('#model option')].map((one) => one.textContent).join()"
-    panels = "[...document.querySelectorAll('#engine h2')].map((one) => one.textContent).join()"
+    names = "$$('#model option').map((one) => one.textContent).join()"
+    panels = "$$('#engine h2').map((one) => one.textContent).join()"
     try:
         url = await server.start()
         await server.serve(models)
         await browser.open(url)
         await browser.until(f"{names} === 'first,second (asleep)' && {panels} === 'first,second'")
         await browser.run(
-            "document.querySelector('#model').value = 'second';"
-            "document.querySelector('#model').dispatchEvent(new Event('change'))"
+            "$('#model').value = 'second';$('#model').dispatchEvent(new Event('change'))"
         )
         await say(browser, "Hello")
         await browser.until(f"{names} === 'first (asleep),second'")
@@ -78,10 +77,7 @@ async def test_a_wrong_key_is_said_to_be_wrong(page: Page, mounted: tuple[Script
     await page.answer("/page/info", 401, "application/json", refusal)
     await page.send("Page.navigate", url=f"{mounted[1]}/")
     await page.until(f"{NOTICE} === 'This server asks for an API key.'")
-    await page.run(
-        "document.querySelector('#key').value = 'wrong';"
-        "document.querySelector('#key-form button').click()"
-    )
+    await page.run("$('#key').value = 'wrong';$('#key-form button').click()")
     await page.until(f"{NOTICE} === 'This key was not accepted.'")
     assert await page.run("document.activeElement.id") == "key"
     assert ["401" in await page.errors.get() for _ in range(2)] == [True, True]
@@ -105,7 +101,7 @@ async def test_a_refusal_is_one_plain_sentence(
     shown = await page.run(FAILURE)
     assert shown.startswith(said)
     assert "<" not in shown
-    assert await page.run("document.querySelector('#prompt').value") == "Hello."
+    assert await page.run("$('#prompt').value") == "Hello."
     assert str(status) in await page.errors.get()
 
 
@@ -117,26 +113,23 @@ async def test_an_answer_whose_stream_breaks_off_goes_on(page: Page, script: Scr
     assert "ended before the answer" in await page.run(FAILURE)
     await page.send("Fetch.disable")
     page.answers.clear()
-    await page.run(
-        "[...document.querySelectorAll('.tool')]"
-        ".find((made) => made.textContent === 'Continue').click()"
-    )
+    await page.run("$$('.tool').find((made) => made.textContent === 'Continue').click()")
     script.send(delta(content=", three."), *end("stop"))
     await until_idle(page)
-    await page.until("document.querySelector('.answer').textContent === 'One, two, three.'")
+    await page.until("$('.answer').textContent === 'One, two, three.'")
     assert not await page.run(FAILURE), "it is whole now"
 
 
 async def test_a_server_that_goes_away_greys_the_panel(page: Page) -> None:
     await page.answer("/page/live", 502, "text/html", b"<html>gone</html>")
-    await page.run("document.querySelector('#theme').focus()")
+    await page.run("$('#theme').focus()")
     await page.send("Page.reload")
     await page.until(f"{STATE} === 'lost'")
-    assert await page.run("getComputedStyle(document.querySelector('#gone')).display") != "none"
-    assert await page.run("document.querySelector('#engine').classList.contains('stale')")
+    assert await page.run("getComputedStyle($('#gone')).display") != "none"
+    assert await page.run("$('#engine').classList.contains('stale')")
     assert "502" in await page.errors.get()
     await page.send("Fetch.disable")
     page.answers.clear()
-    await page.until(f"{STATE} === 'live' && document.querySelector('#gone').hidden")
+    await page.until(f"{STATE} === 'live' && $('#gone').hidden")
     while not page.errors.empty():
         page.errors.get_nowait()

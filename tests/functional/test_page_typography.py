@@ -41,7 +41,7 @@ async def test_no_text_runs_over_the_edge(
     )
     await ask(page, script, text, answer)
     wide = await page.run(
-        """[...document.querySelectorAll("body, #log, .said, .answer > *, .turn, .history")]
+        """$$("body, #log, .said, .answer > *, .turn, .history")
         .filter((node) => node.scrollWidth > node.clientWidth + 1 && node.clientWidth
             && getComputedStyle(node).display !== "inline"
             && !node.matches(".table, .math"))
@@ -50,7 +50,7 @@ async def test_no_text_runs_over_the_edge(
     assert wide == []
     directions = await page.run(
         """[".user", ".answer > p", ".answer > ul", ".answer td", ".answer .code"]
-        .map((each) => getComputedStyle(document.querySelector(each)).direction)"""
+        .map((each) => getComputedStyle($(each)).direction)"""
     )
     own = "rtl" if name == "Arabic" else "ltr"
     assert directions == [own] * 4 + ["ltr"]
@@ -58,7 +58,7 @@ async def test_no_text_runs_over_the_edge(
 
 
 async def test_enter_of_an_input_method_does_not_send(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('#prompt').focus()")
+    await page.run("$('#prompt').focus()")
     await page.send("Input.imeSetComposition", text="にほん", selectionStart=3, selectionEnd=3)
     sends = """(isComposing) => document.activeElement.dispatchEvent(new KeyboardEvent(
         "keydown", { key: "Enter", isComposing, bubbles: true, cancelable: true }))"""
