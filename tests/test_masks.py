@@ -111,7 +111,15 @@ class Inbox:
         spec: Any = SimpleNamespace(
             reader=0, plans=self.ring, masks=self.masks, control=control, config=config
         )
-        self.inbox = _Inbox(spec, SimpleNamespace(vocab_size=VOCAB))
+        self.worker = SimpleNamespace(vocab_size=VOCAB, capture_next=self._capture_next)
+        self.inbox = _Inbox(spec, self.worker)
+        self.to_capture: list[StepPlan] = []
+
+    def _capture_next(self) -> bool:
+        """Posts a plan while it captures the last graph."""
+        if len(self.to_capture) == 1:
+            post(self.ring, self.to_capture[0])
+        return bool(self.to_capture and self.to_capture.pop())
 
     def close(self) -> None:
         for each in (self.ring, self.masks, self.parent, self.control):
@@ -157,6 +165,13 @@ def test_a_rank_that_does_not_sample_skips_masks(box: Inbox) -> None:
         for step_id in (step, step + 1):
             assert box.inbox.next_plan().step_id == step_id
             box.inbox.release_plan()
+
+
+def test_an_idle_rank_captures_graphs_one_at_a_time(box: Inbox) -> None:
+    box.to_capture = [make_plan(7), make_plan(8), make_plan(9)]
+    assert box.inbox.next_plan().step_id == 7
+    assert not box.to_capture
+    assert box.inbox._may_capture
 
 
 def test_each_further_stage_has_a_buffer_more() -> None:

@@ -6,11 +6,21 @@ That graphs compute what launches do is tested on a GPU: tests/gpu/test_mixed_st
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
+import torch
 
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.worker.step_graphs import CudaGraphs, SharedPrefixes, decode_sizes, mixed_sizes
+from aioinfer.worker.step_graphs import (
+    CudaGraphs,
+    SharedPrefixes,
+    decode_sizes,
+    mixed_sizes,
+    timed_sizes,
+)
 from tests.plans import make_plan
 
 SLOTS = 32
@@ -33,6 +43,61 @@ def test_a_decode_step_is_padded_by_a_quarter_at_most():
 
 def test_nothing_fits_before_the_capture():
     assert CudaGraphs().fit(1) == 0
+
+
+class Graph:
+    """Stands in for a CUDA graph, which records what is launched while it is captured."""
+
+    launched: ClassVar[list[int]] = []
+    capture_stream = object()
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        self.first = len(self.launched)
+
+    def capture_end(self) -> None:
+        self.captured = self.launched[self.first :]
+
+    def replay(self) -> None:
+        self.launched.append(-self.captured[0])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes that are launched; negative where a graph of that size is replayed."""
+    Graph.launched = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    for name in ("stream", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    return Graph.launched
+
+
+def test_graphs_are_captured_at_once(launched: list[int]) -> None:
+    graphs = CudaGraphs()
+    graphs.capture([1, 2, 4], launched.append, "pool")
+    assert launched == [4, 4, 2, 1], "the largest is launched once before"
+    assert not graphs.capture_next()
+    graphs.replay(graphs.fit(3))
+    assert launched[4:] == [-4]
+
+
+def test_graphs_that_are_left_come_when_they_are_needed_or_one_by_one(launched: list[int]) -> None:
+    graphs = CudaGraphs()
+    graphs.capture([1, 2, 4, 8, 16], launched.append, "pool", first=[1, 16])
+    assert launched == [16, 16, 1]
+    assert graphs.fit(3) == 4
+    for _ in range(2):
+        graphs.replay(4)
+    assert launched[3:] == [4, -4, -4]
+    while graphs.capture_next():
+        pass
+    assert launched[6:] == [2, 8]
+
+
+def test_steps_that_are_timed_reach_the_largest() -> None:
+    assert timed_sizes(decode_sizes(96)) == [1, 16, 48, 96]
+    assert timed_sizes([7]) == [7]
 
 
 # ---------------------------------------------------------------- shared prefixes

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from aioinfer.worker.runner import PendingResult
     from aioinfer.worker.worker import Worker
 
+#: Milliseconds without a message after which a rank captures CUDA graphs that are missing: while
+#: steps follow one another, the next one is posted at least a step ahead.
+_IDLE_MS = 20
 #: Turns of a waiting thread of OpenMP, some 0.1 ms; its own default is 300 000.
 _SPINS = 4000
 
@@ -129,7 +132,7 @@ def _start(spec: WorkerSpec, compilers: Compilers | None) -> Worker:
     num_blocks, max_model_len = spec.control.recv()
     begun = time.perf_counter()
     worker.allocate(num_blocks, max_model_len)
-    worker.warm_up()
+    worker.warm_up(leaves_graphs=True)
     phases = [
         ("import", imported - began),
         ("load weights", loaded - imported),
@@ -170,6 +173,7 @@ class _Inbox:
         self._spec = spec
         self._worker = worker
         self._num_announced = 0
+        self._may_capture = True  # whether CUDA graphs may be missing
         self._holds_plan = False  # whether the ring still has the last plan
         self._skips_masks = not samples
         self._control = spec.control.fileno()
@@ -179,10 +183,10 @@ class _Inbox:
 
     def next_plan(self) -> StepPlan:
         """Returns the next plan, which holds until `release_plan`. Raises `_EndOfPlansError`."""
-        message = self._read()
+        message = self._read(is_idle=True)
         while self._skips_masks and is_notice(message):
             self._spec.plans.release(self._spec.reader)
-            message = self._read()
+            message = self._read(is_idle=True)
         self._holds_plan = True
         plan = StepPlan.decode(message)
         if plan.section(ConstrainedRows) is not None and not self._skips_masks:
@@ -207,13 +211,19 @@ class _Inbox:
         rows = spec.config.max_sampled_rows
         return spec.masks.buffers(rows, self._worker.vocab_size)[notice.buffer, :count]
 
-    def _read(self) -> memoryview:
+    def _read(self, *, is_idle: bool = False) -> memoryview:
         """Waits for the next message and returns it, a view into the ring. Calls that come
-        meanwhile are answered: the engine makes them while no step is in flight."""
+        meanwhile are answered: the engine makes them while no step is in flight. With `is_idle`
+        no step is being prepared: where nothing comes, CUDA graphs that are missing are
+        captured."""
         spec = self._spec
         while not self._num_announced:
-            if any(fd == self._control for fd, _ in self._poll.poll()):
+            found = self._poll.poll(_IDLE_MS if is_idle and self._may_capture else None)
+            if not found:
+                self._may_capture = self._worker.capture_next()
+            elif any(fd == self._control for fd, _ in found):
                 self._take_call()
+                self._may_capture = True  # it may have slept
             else:
                 self._num_announced = spec.plans.announced(spec.reader)
         self._num_announced -= 1

@@ -9,6 +9,14 @@ wait for this one's experts.
 A graph is captured for several sizes, and a step replays the next larger one. All graphs share
 their memory, so no two are replayed at the same time. `warm_up.GraphBodies` has the launches that
 they are captured from.
+
+To capture one takes some 30 ms, nearly all of it Python that launches kernels, and there are about
+a hundred: more than half of a start that finds its kernels on disk. A rank that computes alone
+captures a fifth of them before it serves, the largest of each kind first, since the others fit into
+its memory; then one at a time while it has nothing else to do, and else that of a size before the
+first step that needs it. A step is computed by the graph of its size in any case, so that what it
+computes does not depend on when that was captured. Ranks that compute together capture all of them
+at the start, in the same order: kernels that wait for one another belong together.
 """
 
 from __future__ import annotations
@@ -37,14 +45,18 @@ class CudaGraphs:
     """CUDA graphs by size. Without graphs, no size fits.
 
     Attributes:
-        graphs: by size.
+        graphs: by size; `replay` captures one that is missing.
+        sizes: for which there are graphs, or will be, ascending.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._sizes: list[int] = []
+        self.sizes: Sequence[int] = ()
 
-    def capture(self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any) -> None:
+    def capture(
+        self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any,
+        first: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Captures the launches of `launch` for each size, the largest first, so that smaller ones
         fit into its memory. The largest is launched once before: memory that its launches keep is
         not the graph's. All kernels have been compiled and loaded (`warm_up.compile_only`), which
@@ -54,24 +66,59 @@ class CudaGraphs:
             sizes: ascending.
             pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it
                 are never replayed at the same time.
+            first: the sizes that are captured now, the largest among them; by default all. The
+                others come with `capture_next` and `replay`.
         """
+        self.sizes, self._launch, self._pool = sizes, launch, pool
         launch(sizes[-1])
         torch.cuda.synchronize()
-        for size in reversed(sizes):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                launch(size)
-            self.graphs[size] = graph
-        self._sizes = sorted(self.graphs)
+        torch.cuda.empty_cache()  # what the launch has left would count against the graphs
+        for size in reversed(sizes if first is None else first):
+            self._capture(size)
+
+    def capture_next(self) -> bool:
+        """Captures the smallest size that is missing, if any is; returns whether one was."""
+        size = next((size for size in self.sizes if size not in self.graphs), 0)
+        if size:
+            self._capture(size)
+        return bool(size)
+
+    def _capture(self, size: int) -> None:
+        """Captures a size. Steps may be in flight, and their results be waited for by another
+        thread; so, unlike in `torch.cuda.graph`, nothing is waited for, and no memory is given
+        back."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(capture_stream()):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._launch(size)
+            finally:
+                graph.capture_end()
+        self.graphs[size] = graph
 
     def fit(self, size: int) -> int:
-        """Returns the smallest captured size that is at least `size`; 0 if there is none."""
-        index = bisect_left(self._sizes, size)
-        return self._sizes[index] if index < len(self._sizes) else 0
+        """Returns the smallest of `sizes` that is at least `size`; 0 if there is none."""
+        index = bisect_left(self.sizes, size)
+        return self.sizes[index] if index < len(self.sizes) else 0
 
     def replay(self, size: int) -> None:
-        """Replays the graph of a captured size."""
+        """Replays the graph of one of `sizes`."""
+        if size not in self.graphs:
+            self._capture(size)
         self.graphs[size].replay()
+
+
+def capture_stream() -> torch.cuda.Stream:
+    """Returns PyTorch's stream for captures: libraries keep a workspace for each stream."""
+    stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
+    assert stream is not None
+    return stream
+
+
+def timed_sizes(sizes: Sequence[int]) -> list[int]:
+    """Returns which of the sizes of decode steps are captured before a rank serves, and timed:
+    every fourth, and the largest."""
+    return sorted({*sizes[::4], sizes[-1]})
 
 
 def decode_sizes(capacity: int) -> list[int]:
@@ -234,7 +281,7 @@ class StepGraphs:
             and may have lookahead rows.
         mixed, mixed_extended: of the layers of steps with prompts, by their tokens.
         idle: of a step without rows.
-        nbytes: GPU memory that they have taken.
+        nbytes: GPU memory that those captured before the rank serves have taken.
         looks_for_prefixes: whether there is a set that looks for shared prefixes.
     """
 
@@ -251,6 +298,15 @@ class StepGraphs:
         self.looks_for_prefixes = looks_for_prefixes
         self._plan = plan
         self._prefixes = _make_prefixes(slots) if looks_for_prefixes else None
+
+    def capture_next(self) -> bool:
+        """Captures one of the graphs that are missing, small decode steps first; returns whether
+        any was."""
+        kinds = (
+            self.decode, self.mixed, self.lookahead, self.sharing, self.extended,
+            self.mixed_extended, self.idle,
+        )  # fmt: skip
+        return any(graphs.capture_next() for graphs in kinds)
 
     def update(self, plan: StepPlan) -> None:
         """Takes over the part of a plan that the choice of a graph depends on. Called with every

@@ -24,6 +24,7 @@ import torch
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Weight, epilogue_of
 from aioinfer.layers.kernel_choices import Candidate, ProductChoices
+from aioinfer.worker.step_graphs import capture_stream
 
 _log = logging.getLogger(__name__)
 
@@ -107,9 +108,7 @@ class KernelTimer:
         self._cold_bytes = cold_bytes(backend.device)
         self._in_layers: dict[ProductChoices, bool] = {}
         self._operands: dict[ProductChoices, tuple[torch.Tensor, torch.Tensor]] = {}
-        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
-        assert stream is not None
-        self._stream = stream
+        self._stream = capture_stream()
         self._pool = torch.cuda.graph_pool_handle()
         #: the graph before, which keeps the pool
         self._last: torch.cuda.CUDAGraph | None = None

@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +33,12 @@ from aioinfer.worker.compilers import Compilers, compile_with, hash_compiler
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.step_graphs import (
     MIXED_GRAPH_TOKENS,
+    CudaGraphs,
     decode_sizes,
     lookahead_sizes,
     mixed_sizes,
     shared_sizes,
+    timed_sizes,
 )
 
 if TYPE_CHECKING:
@@ -280,52 +284,68 @@ class GraphBodies:
             _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Captures decode steps, and the layers of steps with prompts.
+    def capture(self, *, leaves_rest: bool = False) -> None:
+        """Captures decode steps, and the layers of steps with prompts; with `leaves_rest` those
+        decode steps that `time_decodes` times, and of all else the largest: see `step_graphs`.
 
         For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's,
-        for thousands it is slower. Where a process prefers it from the start (it cannot be set
-        later without a warning), that ends with the graphs of decode steps.
+        for thousands it is slower. Where a process prefers it from the start, that ends with the
+        graphs of decode steps, and holds again while others of them are captured later.
         """
         device, graphs = self.device, self.device.graphs
-        # a capture begins by giving unused memory back, which would count against the graphs
+        # memory that is unused would count against the graphs when it is given back
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(device.slots.device)[0]
         pool, rows = torch.cuda.graph_pool_handle(), len(device.slots.tokens)
-        extension = self._model.backend.extension
+        extension, library = self._model.backend.extension, preferred_library()
+
+        def capture(kind: CudaGraphs, sizes: Sequence[int], launch: Callable[[int], None]) -> None:
+            is_timed = kind in (graphs.decode, graphs.lookahead)
+            first = timed_sizes(sizes) if is_timed else sizes[-1:]
+            kind.capture(sizes, launch, pool, first if leaves_rest else None)
+
+        def capture_decodes(
+            kind: CudaGraphs, sizes: Sequence[int], launch: Callable[[int], None]
+        ) -> None:
+            def launch_with_it(rows: int) -> None:
+                with preferring(library):
+                    launch(rows)
+
+            capture(kind, sizes, launch_with_it)
+
         device.plan.clear_growth()
-        graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool)
+        capture_decodes(graphs.decode, decode_sizes(rows), self.launch_decode)
         with extension or nullcontext():
             if device.plan.rows > rows:
                 sizes = lookahead_sizes(device.plan.rows)
-                graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool)
+                capture_decodes(graphs.lookahead, sizes, self.launch_lookahead_decode)
             if extension is not None:
-                graphs.extended.capture(decode_sizes(rows), self.launch_decode, pool)
+                capture_decodes(graphs.extended, decode_sizes(rows), self.launch_decode)
         # whether other engines' ranks wait for steps without rows
         if self._model.backend.expert_group is not None:
-            graphs.idle.capture([1], self.launch_idle, pool)
+            capture_decodes(graphs.idle, [1], self.launch_idle)
         if graphs.looks_for_prefixes:
             from aioinfer.kernels.cascade_attention import MIN_ROWS
 
             sizes = shared_sizes(rows, MIN_ROWS)
-            graphs.sharing.capture(sizes, self.launch_sharing_decode, pool)
+            capture_decodes(graphs.sharing, sizes, self.launch_sharing_decode)
         torch.backends.cuda.preferred_blas_library("cublas")
         if self._model.supports_prefill_graphs:
             most = MIXED_GRAPH_TOKENS + device.plan.rows
             sizes = mixed_sizes(min(device.max_tokens, most))
             self.clear_mixed(sizes[-1])
-            graphs.mixed.capture(sizes, self.launch_mixed, pool)
+            capture(graphs.mixed, sizes, self.launch_mixed)
             if extension is not None:
                 with extension:
-                    graphs.mixed_extended.capture(sizes, self.launch_mixed, pool)
+                    capture(graphs.mixed_extended, sizes, self.launch_mixed)
         torch.cuda.synchronize()
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 
     @torch.inference_mode()
     def time_decodes(self) -> list[tuple[int, float, bool]]:
-        """Returns (rows, seconds, whether with lookahead) of the captured decode steps: every other
-        size is timed, and what is between two is interpolated. Rows have `_TIMED_KEYS` keys; they
-        write into the first KV block."""
+        """Returns (rows, seconds, whether with lookahead) of the decode steps that there are graphs
+        for: `timed_sizes` are timed, and what is between two is interpolated. Rows have
+        `_TIMED_KEYS` keys; they write into the first KV block."""
         device, slots = self.device, self.device.slots
         plan, graphs = device.plan, device.graphs
         numbers = torch.arange(plan.rows, dtype=torch.int32, device=slots.device)
@@ -335,13 +355,13 @@ class GraphBodies:
         plan.row_section(5, plan.rows).fill_(1)
         plan.row_section(6, plan.rows).fill_(slots.max_model_len)
         found: list[tuple[int, float, bool]] = []
-        for graph_set in (graphs.decode, graphs.lookahead):
-            sizes = sorted(graph_set.graphs)
-            timed = sorted({*sizes[::2], *sizes[-1:]})
-            seconds = [_seconds_of(graph_set.graphs[rows].replay) for rows in timed]
-            for rows in sizes:
-                between = float(np.interp(rows, timed, seconds))
-                found.append((rows, between, graph_set is graphs.lookahead))
+        for kind in (graphs.decode, graphs.lookahead):
+            if kind.sizes:
+                timed = timed_sizes(kind.sizes)
+                seconds = _seconds_of([partial(kind.replay, rows) for rows in timed])
+                for rows in kind.sizes:
+                    between = float(np.interp(rows, timed, seconds))
+                    found.append((rows, between, kind is graphs.lookahead))
         plan.values.zero_()
         plan.clear_growth()
         return found
@@ -424,15 +444,40 @@ class GraphBodies:
         return TimedLayers(launch, device.plan.rows)
 
 
-def _seconds_of(launch: Callable[[], None]) -> float:
-    """Returns the seconds that a GPU needs for a launch, the second time."""
-    launch()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    launch()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
+def _seconds_of(launches: Sequence[Callable[[], None]]) -> list[float]:
+    """Returns the seconds that a GPU needs for each of the launches, the second time."""
+    events = []
+    for launch in launches:
+        launch()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        launch()
+        ended.record()
+        events.append((began, ended))
+    for _, ended in events[-1:]:
+        ended.synchronize()
+    return [began.elapsed_time(ended) / 1e3 for began, ended in events]
+
+
+def preferred_library() -> Any:
+    """Returns the library that PyTorch's products prefer."""
+    return torch.backends.cuda.preferred_blas_library()
+
+
+@contextmanager
+def preferring(library: Any) -> Iterator[None]:
+    """Context in which PyTorch's products prefer a library."""
+    before = preferred_library()
+    if library == before:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the choice is experimental
+        torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def prepare_compiler() -> None:

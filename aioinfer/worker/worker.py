@@ -367,12 +367,14 @@ class Worker(CalledWorker):
                 None if self.memory is None else self.memory.make_kv,
             )  # fmt: skip
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, leaves_graphs: bool = False) -> None:
         """Runs a prefill and a decode step, so that the first request is not slower; leaves no
         trace of them.
 
         On a GPU all kernels are compiled first, then the kernels of products are timed, and at last
-        CUDA graphs are captured.
+        CUDA graphs are captured: with `leaves_graphs` a part of them, if nothing but this rank's
+        own kernels is in them, and `capture_next` is to be called while there is nothing else to
+        do.
         """
         runner, steps = self.runner, self._dummy_steps(self.runner)
         if isinstance(runner.device, CpuDevice):
@@ -380,7 +382,7 @@ class Worker(CalledWorker):
             steps.run_all()
             self._calibrate()
         else:
-            self._warm_up_kernels(steps)
+            self._warm_up_kernels(steps, leaves_graphs=leaves_graphs)
         if self.compilers is not None:
             self.compilers.close()
             self.compilers = None
@@ -390,9 +392,17 @@ class Worker(CalledWorker):
         if self.device.type != "cpu":
             self.compilations = CompilationWatch()
 
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Captures a CUDA graph that `warm_up` has left, if there is one; returns whether there
+        was. A rank that sleeps takes no memory for it."""
+        if self.memory is not None and self.memory.asleep:
+            return False
+        return self.runner.device.capture_next()
+
     # ---------------------------------------------------------------- parts of the start
 
-    def _warm_up_kernels(self, steps: DummySteps) -> None:
+    def _warm_up_kernels(self, steps: DummySteps, *, leaves_graphs: bool) -> None:
         """Does what `warm_up` does on a GPU."""
         bodies, timing = self._compile(steps)
         device = bodies.device
@@ -403,7 +413,9 @@ class Worker(CalledWorker):
                 device.kv.zero(1)  # the timed layers have written there
             self._calibrate()
             if self._config.parallel.cuda_graphs and self.model.supports_graphs:
-                bodies.capture()
+                backend, offloads = self._backend, self._config.model.offload_gb > 0
+                alone = backend.computes_alone and backend.extension is None and not offloads
+                bodies.capture(leaves_rest=leaves_graphs and alone)
                 if self._max_lookahead:
                     self.step_times = bodies.time_decodes()
                     device.kv.zero(1)  # the timed steps have written there

@@ -25,7 +25,7 @@ LONGEST = 400
 NONE = np.empty(0, np.int32)
 
 
-def start(folder: Path, dtype: str) -> tuple[Worker, GpuDevice]:
+def start(folder: Path, dtype: str, *, leaves_graphs: bool = False) -> tuple[Worker, GpuDevice]:
     settings = [
         f"model.path={folder}", f"model.dtype={dtype}", f"scheduler.max_num_seqs={SLOTS}",
         "scheduler.max_num_batched_tokens=2048",
@@ -34,7 +34,7 @@ def start(folder: Path, dtype: str) -> tuple[Worker, GpuDevice]:
     worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
     worker.allocate(report.num_blocks, LONGEST)
-    worker.warm_up()
+    worker.warm_up(leaves_graphs=leaves_graphs)
     device = worker.runner.device
     assert isinstance(device, GpuDevice)
     return worker, device
@@ -124,3 +124,42 @@ def test_graphs_compute_what_launches_do(
         assert torch.equal(graph_written, written), "padding must not reach the cache"
     assert len(sizes) > 8
     assert 0 not in sizes
+
+
+def test_graphs_that_are_captured_late_compute_the_same(tmp_path: Path) -> None:
+    """While steps are in flight, and at last while there are none."""
+    random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=64, num_hidden_layers=3)
+    found: list[list[torch.Tensor]] = []
+    for late in (False, True):
+        worker, device = start(tmp_path, "float32", leaves_graphs=late)
+        kinds = device.graphs.decode, device.graphs.lookahead, device.graphs.mixed
+        missing = sum(len(kind.sizes) - len(kind.graphs) for kind in kinds)
+        assert (missing > 10) == late
+        rng, computed, logits = random.Random(0), [0] * SLOTS, []
+        admit(worker, rng)
+        for step in range(1, 24):
+            plan = random_plan(step, rng, computed)
+            decodes = (plan.lengths == 1) & (plan.samples == 1)
+            for part in (plan, select(plan, decodes)):
+                if len(part.slots):
+                    worker.runner.step(part)
+                    logits.append(device.logits[: int(part.samples.sum())].clone())
+        missed = sum(len(kind.sizes) - len(kind.graphs) for kind in kinds)
+        assert (0 < missed < missing - 5) == late
+        assert worker.capture_next() == late
+        while worker.capture_next():
+            pass
+        assert all(sorted(kind.graphs) == list(kind.sizes) for kind in kinds)
+        assert worker.compilations is not None
+        assert worker.compilations.names == []
+        worker.compilations.stop()
+        found.append(logits)
+    for early, late_ones in zip(*found, strict=True):
+        assert error(late_ones, early) < 1e-5
+
+
+def select(plan: StepPlan, rows: np.ndarray) -> StepPlan:
+    """Returns the plan with these rows alone."""
+    fields = plan.slots, plan.starts, plan.lengths, plan.samples
+    of_rows = (field[rows] for field in fields)
+    return StepPlan(plan.step_id, *of_rows, NONE, NONE, NONE, NONE, NONE)

@@ -456,22 +456,23 @@ def test_lookahead_rows_may_be_sampled_late(folder: Path, late: set[int]) -> Non
 
 def test_captured_steps_are_timed_and_leave_no_plan(folder: Path) -> None:
     runner = make_runner(folder, kernels=True)
-    device, lengths = runner.device, []
+    device, replayed = runner.device, []
     tokens = runner.slots.tokens.clone()
 
     def captured(*sizes: int) -> Any:
-        def replay() -> None:
-            lengths.append(device.plan.row_section(2, device.plan.rows).tolist())
+        def replay(size: int) -> None:
+            assert device.plan.row_section(2, device.plan.rows).eq(1).all()
+            replayed.append(size)
 
-        return SimpleNamespace(graphs={size: SimpleNamespace(replay=replay) for size in sizes})
+        return SimpleNamespace(sizes=sizes, replay=replay)
 
-    device.graphs.decode, device.graphs.lookahead = captured(4, 1, 2), captured(3, 9, 6)
+    device.graphs.decode, device.graphs.lookahead = captured(1, 2, 4), captured(2, 3, 4, 6, 9)
     times = GraphBodies(runner, device).time_decodes()
     assert times == [
         *((rows, 0.00025, False) for rows in (1, 2, 4)),
-        *((rows, 0.00025, True) for rows in (3, 6, 9)),
+        *((rows, 0.00025, True) for rows in (2, 3, 4, 6, 9)),
     ]
-    assert lengths == [[1] * 9] * 8  # two of three sizes, twice each
+    assert replayed == [1, 1, 4, 4, 2, 2, 9, 9]
     assert not device.plan.values[: 6 * 9].any()
     assert (device.plan.growth_sections()[0] == -1).all()
     assert torch.equal(runner.slots.tokens, tokens)
