@@ -12,6 +12,7 @@ it in a collective fail a moment later, and must not be reported as the cause.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -185,9 +186,11 @@ class WorkerExecutor:
         self._vocab_size = reports[0].vocab_size
         for host in self.hosts:
             host.allocate(capacity.num_blocks, capacity.max_model_len, self._vocab_size)
-        phases, graph_bytes, step_times = (await self.gather("ready"))[0]
+        ready = await self.gather("ready")
+        phases, graph_bytes, _ = ready[0]
         phases = [(self._FIRST_PHASE, spawned - began), *phases]
         stages = self._describe_stages(reports)
+        step_times = _slowest([times for _, _, times in ready])
         return _describe_workers(reports, capacity, phases, graph_bytes, stages, step_times)
 
     def _describe_stages(self, reports: Sequence[LoadReport]) -> list[tuple[range, int]]:
@@ -459,3 +462,15 @@ def _describe_workers(
         step_times,
         min(report.max_lookahead for report in reports),
     )
+
+
+def _slowest(
+    of_ranks: Sequence[list[tuple[int, float, bool]]],
+) -> list[tuple[int, float, bool]]:
+    """Returns the longest time of each kind of step among the ranks: the stages of a pipeline have
+    steps of their own in flight, so the slowest one decides how soon they follow each other."""
+    slowest: dict[tuple[int, bool], float] = {}
+    for rows, seconds, has_lookahead in itertools.chain.from_iterable(of_ranks):
+        kind = rows, has_lookahead
+        slowest[kind] = max(seconds, slowest.get(kind, 0.0))
+    return [(rows, seconds, ahead) for (rows, ahead), seconds in slowest.items()]

@@ -63,6 +63,11 @@ class Peers:
         memory = self.tp.symmetric_buffer(layout.nbytes)
         backend.all_reduce = AllReduce(memory, layout, hidden_size, backend.dtype)
 
+    def agree(self, holds: bool) -> bool:
+        """Returns whether something holds on every stage of the pipeline."""
+        lacking = torch.tensor([not holds], dtype=torch.int32, device=self._device)
+        return not self.pp.all_reduce(lacking).item()
+
     def link_stages(
         self, stream_size: int, tap_size: int, num_drafts: int, dtype: torch.dtype
     ) -> StageLinks | None:

@@ -165,8 +165,6 @@ class Worker(CalledWorker):
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
-        if config.parallel.pipeline_parallel_size > 1 and self.device.type != "cpu":
-            self._config = config = _without_drafts(config)  # stages on GPUs do not look ahead
         self._peers = Peers(config, groups, self.device)
         self.memory = make_rank_memory(self.device, sleeps=config.model.sleep_mode)
         self.graph_bytes = 0
@@ -216,6 +214,8 @@ class Worker(CalledWorker):
         cache = select_cache_dtype(config, self._folder, self.model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
         peers.connect_experts(self.model)
+        looks_ahead = peers.agree(self.model.looks_ahead(self.block_size))
+        self._max_lookahead = config.max_lookahead if looks_ahead else 0
         specs, layers = [*self.model.kv_specs, *self._drafter_specs], self.model.layer_numbers
         if self._drafter is not None:
             layers = range(layers.start, len(specs))
@@ -567,14 +567,6 @@ class Worker(CalledWorker):
             raise ConfigError(
                 "speculation: the kernels lack the shape of a layer of the model that drafts"
             )
-
-    @property
-    def _max_lookahead(self) -> int:
-        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead. A pipeline
-        looks ahead on CPUs alone."""
-        if self._config.parallel.pipeline_parallel_size > 1 and self.device.type != "cpu":
-            return 0
-        return self._config.max_lookahead if self.model.looks_ahead(self.block_size) else 0
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""

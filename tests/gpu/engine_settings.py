@@ -19,6 +19,7 @@ from tests.executor_runs import planning_ahead
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 TWO_RANKS = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
+TWO_STAGES = {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2}
 #: Ways to execute the same requests.
 WAYS = [
     pytest.param({}, id="graphs"),

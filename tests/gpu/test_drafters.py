@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_settings import NEEDS_TWO, TWO_RANKS, check_nothing_was_compiled, worker_of
+from engine_settings import (
+    NEEDS_FOUR,
+    NEEDS_TWO,
+    TWO_RANKS,
+    TWO_STAGES,
+    check_nothing_was_compiled,
+    worker_of,
+)
 from random_models import random_model, random_prompts
 from test_speculation import (
     PARAMS,
@@ -64,6 +71,16 @@ def drafters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ("the target", {"cache__enable_prefix_caching": True}),
         pytest.param("small", TWO_RANKS, marks=[NEEDS_TWO, pytest.mark.timeout(300)]),
         pytest.param("head", TWO_RANKS, marks=[NEEDS_TWO, pytest.mark.timeout(300)]),
+        *(
+            pytest.param(name, TWO_STAGES | more, marks=[needed, pytest.mark.timeout(300)])
+            for name, more, needed in [
+                ("the target", {}, NEEDS_TWO),
+                ("small", {"scheduler__max_num_batched_tokens": 64}, NEEDS_TWO),
+                ("head", {}, NEEDS_TWO),
+                ("head", {"parallel__cuda_graphs": False}, NEEDS_TWO),
+                ("head", {"parallel__tensor_parallel_size": 2}, NEEDS_FOUR),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -75,7 +92,7 @@ def test_text_is_that_of_a_plain_run(
         check(llm.generate(PROMPTS, PARAMS), expected)
         counts = llm.frontend.engines[0].metrics.counts
         assert counts[DRAFT_TOKENS] > 500
-        if settings != TWO_RANKS:
+        if "parallel__executor" not in settings:
             device = worker_of(llm).runner.device
             assert isinstance(device, GpuDevice)
             graphs = settings.get("parallel__cuda_graphs", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.features.speculation.planning import ACCEPTED
 from tests.gpu.random_models import random_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -42,6 +44,7 @@ def generate(folder: Path, **settings: Any) -> list[list[int]]:
         "model.tokenizer": "none",
         "model.dtype": "float32",
         "cache.num_blocks": 200,
+        "speculation.method": "none",
     } | {key.replace("__", "."): value for key, value in settings.items()}
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in (1, 5, 33, 90, 400, 17, 64, 700)]
@@ -64,6 +67,29 @@ def test_two_stages_give_what_one_gpu_gives(folder: Path, graphs: bool) -> None:
     assert generate(folder, **staged, **chunks) == generate(
         folder, parallel__cuda_graphs=graphs, **chunks
     )
+
+
+def test_drafts_save_steps(folder: Path) -> None:
+    """The text is predicted rightly: by measured times drafts are worth it, and are kept."""
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    settings = {
+        "parallel.pipeline_parallel_size": 2, "parallel.device": "cuda",
+        "model.tokenizer": "none", "model.dtype": "float32", "cache.num_blocks": 200,
+    }  # fmt: skip
+    texts, steps = list[list[int]](), list[int]()
+    for method in ("none", "ngram"):
+        method_too = settings | {"speculation.method": method}
+        with LLM(str(folder), settings=method_too, progress=False) as llm:
+            texts.append(llm.generate([[5, 6, 7]], params)[0].token_ids)
+            (engine,) = llm.frontend.engines
+            assert (engine.report.max_lookahead > 0) == (method == "ngram")
+            assert bool(engine.report.step_times) == (method == "ngram")
+            steps.append(engine.scheduler.stats.steps)
+            kept = engine.metrics.counts[ACCEPTED]
+        params = replace(params, predicted_tokens=tuple(texts[0]))
+    assert texts[0] == texts[1]
+    assert steps[1] < 0.7 * steps[0]
+    assert kept > 150
 
 
 def test_it_rests_and_goes_on(folder: Path) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import WAYS, check_nothing_was_compiled, inline_llm, worker_of
+from engine_settings import (
+    NEEDS_TWO,
+    TWO_STAGES,
+    WAYS,
+    check_nothing_was_compiled,
+    inline_llm,
+    worker_of,
+)
 from random_models import odd_vocabulary_model, random_model
 
 from aioinfer import LLM, SamplingParams
@@ -126,20 +133,39 @@ def check(outputs: Sequence[Output], expected: Sequence[Output]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [*WAYS, pytest.param({"scheduler__max_num_batched_tokens": 64}, id="chunks beside drafts")],
-)
+    [
+        *WAYS,
+        pytest.param({"scheduler__max_num_batched_tokens": 64}, id="chunks beside drafts"),
+        *(
+            pytest.param(
+                TWO_STAGES | more, id=f"two stages {more}",
+                marks=[NEEDS_TWO, pytest.mark.timeout(300)],
+            )
+            for more in (
+                {},
+                {"parallel__cuda_graphs": False},
+                {"scheduler__max_num_batched_tokens": 64},
+                {"cache__num_blocks": 12},
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_text_is_that_of_a_plain_run(
-    folder: Path, expected: list[Output], settings: dict[str, Any]
-) -> None:
+    folder: Path, expected: list[Output], settings: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """With drafts of n-grams, of which random rows follow."""
     with running(folder, speculation__method="ngram", **settings) as llm:
         look_always_ahead(llm)
         check(llm.generate(PROMPTS, PARAMS), expected)
+        counts = llm.frontend.engines[0].metrics.counts
+        assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 0
         if "parallel__executor" not in settings:
             device = worker_of(llm).runner.device
             assert isinstance(device, GpuDevice)
             graphs = settings.get("parallel__cuda_graphs", True)
             assert bool(device.graphs.lookahead.graphs) == graphs
+    assert "was compiled while serving" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

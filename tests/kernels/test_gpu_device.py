@@ -17,6 +17,7 @@ import pytest
 import torch
 from aioinfer.kernels import lookahead
 
+from aioinfer.config import Config, ModelConfig, SpeculationConfig
 from aioinfer.features.adapters.layers.parts import AdapterWeights
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.sections import AdapterChanges
@@ -35,7 +36,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.device import CpuDevice
-from aioinfer.worker.features import ProposalRows, Rank, StepWorks, WorkerFeature
+from aioinfer.worker.features import ProposalRows, Rank, SampledStep, StepWorks, WorkerFeature
 from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
@@ -148,6 +149,17 @@ class Drafts(WorkerFeature):
         tokens[at] = torch.where(is_draft, self.texts[at], tokens[at])
 
 
+class FollowingDrafts(Drafts):
+    """Drafts these tokens behind each step, on the last stage, for the next one."""
+
+    proposes = False
+    follows = True
+
+    def follow(self, step: SampledStep) -> None:
+        tokens, known = self.rank.slots.tokens, self.rank.slots.next_start[:, None]
+        tokens.copy_(torch.where(torch.arange(tokens.shape[1]) > known, self.texts, tokens))
+
+
 #: Lookahead rows that a step may have.
 MAX_LOOKAHEAD = 5
 
@@ -203,10 +215,11 @@ class QueueChannel:
 
 
 def make_stages(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: bool
-) -> list[ModelRunner]:
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: bool, num_drafts: int = 0
+) -> list[Any]:
     """The runners of two pipeline stages, and with a graph for each decode step, if they have
-    kernels."""
+    kernels; `num_drafts`: behind a step, by `FollowingDrafts`, or else both stages have `Drafts`.
+    """
     channels = QueueChannel(), QueueChannel()
     monkeypatch.setattr(StageLinks, "_open_channels", lambda *_: channels)
     monkeypatch.setattr(StageLinks, "_connect", lambda _: None)
@@ -221,18 +234,26 @@ def make_stages(
         kv = KVTensors(groups, [12] * len(groups), BLOCK_SIZE, torch.float32, CPU)
         slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(of_all), uses_kernels=kernels)
         programs = {"programs": 3} if kernels else {}
-        model.bind(groups, kv.tensors, BLOCK_SIZE, 4, 40, **programs)
+        model.bind(groups, kv.tensors, BLOCK_SIZE, 4 + MAX_LOOKAHEAD, 40, **programs)
         place: Any = SimpleNamespace(pp=SimpleNamespace(rank=stage, size=2))
-        links = StageLinks(place, model.stream_size, torch.float32, CPU, 40)
-        works = StepWorks.load(Rank(model, slots, links))
+        links = StageLinks(place, model.stream_size, torch.float32, CPU, 40, num_drafts=num_drafts)
+        none = SpeculationConfig(method="none")
+        rank = Rank(model, slots, links, Config(model=ModelConfig(path=""), speculation=none))
+        works = StepWorks.load(rank)
+        if not num_drafts:
+            works = StepWorks([*works.all, Drafts(rank)])
+        elif links.is_last:
+            works = StepWorks([*works.all, FollowingDrafts(rank)])
         if kernels:
             ends = {"is_first": links.is_first, "is_last": links.is_last}
-            device = GpuDevice(model, kv, slots, 40, **ends)
+            device = GpuDevice(model, kv, slots, 40, max_lookahead=MAX_LOOKAHEAD, **ends)
             runner = ModelRunner(model, device, works, links)
-            launch = GraphBodies(runner, device).launch_decode
-            device.graphs.decode = Graphs(launch)  # type: ignore[assignment]
+            bodies = GraphBodies(runner, device)
+            device.graphs.decode = Graphs(bodies.launch_decode)  # type: ignore[assignment]
+            ahead = Graphs(bodies.launch_lookahead_decode)
+            device.graphs.lookahead = ahead  # type: ignore[assignment]
         else:
-            runner = ModelRunner(model, CpuDevice(slots, kv), works, links)
+            runner = ModelRunner(model, CpuDevice(slots, kv, MAX_LOOKAHEAD), works, links)
         runners.append(runner)
     return runners
 
@@ -341,7 +362,7 @@ def test_two_stages_sample_what_one_model_does(
         if kernels:
             assert found.busy_ns == nothing.busy_ns == 250_000, "the device's time"
     for runner in (first, last) if kernels else ():
-        assert runner.device.graphs.decode.replayed == [4, 4, 4]  # type: ignore[attr-defined]
+        assert runner.device.graphs.decode.replayed == [4, 4, 4]
 
 
 def lookahead_plan(
@@ -430,6 +451,43 @@ def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_feature
     check_lookahead_steps(runner, cpu, texts, features_of if has_features else lambda slots: [])
     assert runner.device.graphs.decode.replayed == []
     assert len(runner.device.graphs.lookahead.replayed) == 3
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_two_stages_keep_the_drafts_of_one(
+    folder: Path, kernels: bool, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that both stages propose, and drafts that the last stage sends to the first, right and
+    wrong ones; in graphs, and beside a prompt. Between two steps their result has come."""
+    texts = expected_texts(folder)
+    first, last = make_stages(folder, monkeypatch, kernels=kernels, num_drafts=num_drafts)
+    drafts = torch.tensor(texts, dtype=torch.int32)
+    drafts[0, LENGTHS[0] + 3] += 1
+    drafts[1, LENGTHS[1] + 1 :: 2] += 1
+    for work in (first.works.all[-1], last.works.all[-1]):
+        if isinstance(work, Drafts):
+            work.texts.copy_(drafts)
+    nothing = LookaheadRows(*(ids(value, value, value) for value in (0, 1, 64)))
+    first_step, starts, drafted = first_plan(nothing), list(LENGTHS), 0
+    for runner in (first, last):
+        runner.step(first_step).wait()
+    for step, counts in enumerate([(1, 0, 2), (2, 1, 1), (0, 2, 3), (2, 2, 1)], 1):
+        drafted += sum(counts)
+        groups = [(slot, starts[slot], counts[slot]) for slot in (2, 0, 1)]
+        plan = lookahead_plan(step, groups, settled=1)
+        if step == 3:
+            plan = with_prompt(plan)
+        first.step(StepPlan.decode(b"".join(plan.encode()))).wait()
+        check_lookahead(last, plan, starts, texts)
+    kept = sum(starts) - sum(LENGTHS) - 3 * 4
+    assert drafted > kept > drafted // 2
+    first.links.drain()
+    for slot, start in enumerate(starts):
+        # the first stage has all tokens but those of the last step, which it has not needed yet
+        assert first.slots.tokens[slot, : start - 2].tolist() == texts[slot][: start - 2]
+    if kernels:
+        assert [len(each.device.graphs.lookahead.replayed) for each in (first, last)] == [3, 3]
 
 
 @pytest.mark.parametrize("late", [{1}, {0, 2}, {0, 1, 2}], ids=str)
