@@ -112,3 +112,19 @@ def test_an_allowance_is_spent_in_tokens_and_in_time() -> None:
     assert PrefillAllowance(5000, times, -1.0).take(9000, 0) == MIN_TOKENS
     fixed = PrefillAllowance(700)
     assert [fixed.take(600, 0), fixed.take(9000, 0), fixed.take(1, 0)] == [600, 100, 0]
+
+
+def test_an_allowance_is_charged() -> None:
+    """In tokens, and in what they would take of the time."""
+    times = StepTimes()
+    times.costs = [0.004, 0.004, 0.0, 0.0, 1e-5, 1e-9]
+    times.is_known = True
+    for tokens_left, other in ((4000, None), (1000, None), (5000, times), (1000, times)):
+        charged, plain = (PrefillAllowance(tokens_left, other, 0.02) for _ in range(2))
+        charged.charge(1500, 0)
+        plain.take(1500, 0)
+        assert charged.tokens_left == plain.tokens_left
+        assert charged.take(300, 1500) == plain.take(300, 1500)
+    spent = PrefillAllowance(5000, times, 0.02)
+    spent.charge(2500, 0)
+    assert spent.tokens_left == 0

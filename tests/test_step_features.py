@@ -63,13 +63,15 @@ class Overheat(Section):
 class Tagged(Use):
     """A request whose sampled rows have a tag; with `all_rows`, all of its rows concern it."""
 
-    __slots__ = ("all_rows", "done", "known", "most", "size", "tag")
+    __slots__ = ("all_rows", "done", "extra", "known", "most", "size", "tag")
     feature: ClassVar[str] = "tags"
 
     def __init__(
-        self, tag: int = 0, *, size: int = 0, known: int | None = None, all_rows: bool = False
-    ):
+        self, tag: int = 0, *, size: int = 0, known: int | None = None, all_rows: bool = False,
+        extra: int = 0,
+    ):  # fmt: skip
         self.tag, self.size, self.known, self.all_rows = tag, size, known, all_rows
+        self.extra = extra
         self.done, self.most = True, 10**9
 
     @property
@@ -108,6 +110,9 @@ class Tags(StepFeature):
     def limit(self, use, wanted, rows, start):
         self.calls["limit"] += 1
         return min(wanted, use.most)
+
+    def extra_tokens(self, use, rows, start, end):
+        return use.extra if start == 0 < end else 0
 
     def plan(self, rows):
         self.calls["plan"] += 1
@@ -237,7 +242,8 @@ def test_places_are_those_of_the_results_rows(data) -> None:
     )
     requests = []
     for number in range(draw(st.integers(1, 9), "arrivals")):
-        uses = draw(st.sampled_from([(), (Tagged(number),), (Tagged(number, all_rows=True),)]))
+        kinds = Tagged(number), Tagged(number, all_rows=True), Tagged(number, extra=3 * number)
+        uses = draw(st.sampled_from([(), *((use,) for use in kinds)]))
         length = draw(st.integers(1, 20))
         prompt = [draw(st.integers(0, 2)) for _ in range(length)]
         requests.append(
@@ -301,6 +307,26 @@ def test_a_limit_of_0_keeps_a_request_out() -> None:
         assert limited.num_computed == computed
     harness.run()
     for request in (before, limited, behind):
+        assert_complete(request)
+
+
+def test_what_features_compute_counts_as_prefill() -> None:
+    """Beside a decode: all that the first prompt needs, and of others what is below the cap."""
+    harness = TagHarness(depth=1, token_budget=40, prefill_cap=10)
+    harness.add(make_request("decode", [1, 2], 90))
+    harness.step()
+    uses = {"large": 6, "small": 2, "plain": 0, "last": 6}
+    requests = [
+        make_request(name, [number] * 5, 3, uses=(Tagged(extra=extra),) if extra else ())
+        for number, (name, extra) in enumerate(uses.items(), 3)
+    ]
+    harness.add(*requests)
+    for computed in ([5, 0, 0, 0], [6, 5, 3, 0], [7, 6, 5, 5]):
+        harness.post()
+        assert [request.num_computed for request in requests] == computed
+        harness.update()
+    harness.run()
+    for request in requests:
         assert_complete(request)
 
 

@@ -145,6 +145,12 @@ class StepFeature:
         to be computed together."""
         return tokens
 
+    def extra_tokens(self, use: Any, rows: Sequence[Row], start: int, end: int) -> int:
+        """Returns how many prompt tokens take as long as what workers compute for the feature
+        beside the tokens from `start` to `end` of a request with this use, in a step that has
+        `rows` of the feature so far. They count as prefill of the step."""
+        return 0
+
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns how many lookahead rows each of some requests should have in the step that is
         being planned, at most; None for a plain step. With a mapping, even an empty one, workers
@@ -275,6 +281,15 @@ class StepFeatures:
         for use in request.uses:
             tokens = self._by_name[use.feature].fit(use, tokens, start, more)
         return tokens
+
+    def extra_tokens(
+        self, request: Request, rows: Mapping[str, Sequence[Row]], start: int, end: int
+    ) -> int:
+        """See `StepFeature.extra_tokens`."""
+        return sum(
+            self._by_name[use.feature].extra_tokens(use, rows.get(use.feature, ()), start, end)
+            for use in request.uses
+        )
 
     def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:
         """Returns the sections of the plan with `rows`, which will be posted; see

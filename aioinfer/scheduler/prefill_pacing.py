@@ -87,6 +87,15 @@ class PrefillAllowance:
         self.tokens_left -= granted
         return granted
 
+    def charge(self, tokens: int, start: int) -> None:
+        """Takes off what `tokens` from position `start` on would, or all that is left: for other
+        work of the step that takes as long."""
+        self.tokens_left = max(0, self.tokens_left - tokens)
+        if self._times is not None:
+            self._seconds_left -= self._times.prefill_seconds(tokens, start)
+            if self._times.prefill_tokens_within(self._seconds_left, start) < MIN_TOKENS:
+                self.tokens_left = 0
+
     def _take_time(self, wanted: int, start: int) -> int:
         times = self._times
         assert times is not None

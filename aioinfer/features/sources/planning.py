@@ -62,16 +62,23 @@ class Planning(StepFeature):
     def limit(self, use: SourceUse, wanted: int, rows: Sequence[Row], start: int) -> int:
         """See `StepFeature.limit`: none of a request whose source would have to be encoded in a
         step that encodes as many as it may."""
-        source = use.source
-        if source.is_held or not rows:
-            return wanted
-        sources = self.host.scheduler().kv_cache.sources
-        if sources is not None and sources.has(source.key):
+        if not rows or not self._is_encoded(use):
             return wanted
         taken = [row.use.data for row in rows]
         tokens = use.data.num_tokens + sum(data.num_tokens for data in taken)
         nbytes = use.data.values.nbytes + sum(data.values.nbytes for data in taken)
         return wanted if tokens <= self._budget and nbytes <= MAX_VALUE_BYTES else 0
+
+    def _is_encoded(self, use: SourceUse) -> bool:
+        """Whether the next step of a request encodes its source."""
+        if use.source.is_held:
+            return False
+        sources = self.host.scheduler().kv_cache.sources
+        return sources is None or not sources.has(use.source.key)
+
+    def extra_tokens(self, use: SourceUse, rows: Sequence[Row], start: int, end: int) -> int:
+        """See `StepFeature.extra_tokens`: the tokens of a source that the step encodes."""
+        return use.data.num_tokens if self._is_encoded(use) else 0
 
     def plan(self, rows: Sequence[Row]) -> Section:
         """See `StepFeature.plan`."""
