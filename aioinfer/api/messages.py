@@ -48,6 +48,12 @@ class InputAudio(Struct, kw_only=True):
     format: str | None = None
 
 
+class AudioUrl(Struct, kw_only=True):
+    """A clip of sound by its URL, usually a data URL."""
+
+    url: str
+
+
 class TextPart(Struct, tag="text"):
     """A part of a message's content: a text."""
 
@@ -90,7 +96,18 @@ class AudioPart(Struct, tag="input_audio"):
         return MediaSource(f"{place}.input_audio.data", data, is_base64=True, is_sound=True)
 
 
-ContentPart = TextPart | RefusalPart | ImagePart | AudioPart
+class AudioUrlPart(Struct, tag="audio_url"):
+    """A clip of sound, in vLLM's form."""
+
+    audio_url: AudioUrl | str
+
+    def shown(self, place: str) -> MediaSource:
+        """See `TextPart.shown`."""
+        url = self.audio_url if isinstance(self.audio_url, str) else self.audio_url.url
+        return MediaSource(f"{place}.audio_url", url, is_sound=True)
+
+
+ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | AudioUrlPart
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -127,7 +144,8 @@ class Message(Struct, kw_only=True):
         `messages[0]`."""
         if self.content is None and self.role not in ("assistant", "function"):
             raise FieldError(f"{where}.content", "is missing")
-        refused = (ImagePart, AudioPart) if self.role == "assistant" else RefusalPart
+        media = (ImagePart, AudioPart, AudioUrlPart)
+        refused = media if self.role == "assistant" else RefusalPart
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, refused):
                 raise FieldError(

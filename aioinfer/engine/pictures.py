@@ -3,9 +3,10 @@ to the prompt that the engine runs.
 
 In messages, as chat templates read them, a picture is a part of a list content: `{"type": "image",
 "source": MediaSource}`, which the APIs make; OpenAI's own form, `{"type": "image_url", "image_url":
-{"url": ...}}`, is read as well. Of a sound the types are "audio", and OpenAI's "input_audio" with
-`{"data": ...}`. `PictureReader.read` takes them out, reads and decodes them, in
-threads of their own, and `PictureReader.place` finds their places in the encoded prompt.
+{"url": ...}}`, is read as well. Of a sound the types are "audio", OpenAI's "input_audio" with
+`{"data": ...}`, and "audio_url" with `{"url": ...}`. `PictureReader.read` takes them out, reads and
+decodes them, in threads of their own, and `PictureReader.place` finds their places in the encoded
+prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAX_HELD_BYTES = 4 * 2**30
 #: The types of parts, and what they are for chat templates.
 _KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "audio": "audio",
-    "input_audio": "audio",
+    "input_audio": "audio", "audio_url": "audio",
 }  # fmt: skip
 
 
@@ -85,17 +86,19 @@ def _source_of(part: Mapping[str, Any], place: str) -> MediaSource:
     source = part.get("source")
     if isinstance(source, MediaSource):
         return source
-    if _KINDS[part["type"]] == "audio":
+    is_sound = _KINDS[part["type"]] == "audio"
+    if is_sound and "audio_url" not in part:
         sound = part.get("input_audio")
         data = sound.get("data") if isinstance(sound, Mapping) else None
         if not isinstance(data, str):
             raise FieldError(f"{place}.input_audio", "must hold a sound as base64 in 'data'")
         return MediaSource(f"{place}.input_audio.data", data, is_base64=True, is_sound=True)
-    url = part.get("image_url", part.get("image"))
+    name, what = ("audio_url", "a sound") if is_sound else ("image_url", "a picture")
+    url = part.get(name, part.get("image"))
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str):
-        raise FieldError(f"{place}.image_url", "must name a picture by its URL")
-    return MediaSource(f"{place}.image_url", url)
+        raise FieldError(f"{place}.{name}", f"must name {what} by its URL")
+    return MediaSource(f"{place}.{name}", url, is_sound=is_sound)
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Where the bytes of a picture come from: a data URL, base64, a file below a folder that the
-configuration allows, or a host that it allows.
+"""Where the bytes of a picture or a sound come from: a data URL, base64, a file below a folder that
+the configuration allows, or a host that it allows.
 
 A request could otherwise have the server read its own files or reach hosts of its network. So by
 default there are neither files nor hosts; a host's addresses are looked up once, right where the
@@ -56,8 +56,8 @@ class MediaSource:
 
 
 class MediaReader:
-    """Reads the bytes of pictures as a configuration allows. Its errors are `FieldError`s with the
-    picture's place.
+    """Reads the bytes of pictures and sounds as a configuration allows. Its errors are
+    `FieldError`s with the place.
 
     Args:
         config: the section `[media]`.
@@ -77,7 +77,7 @@ class MediaReader:
         self._hosts = {name.lower().rstrip(".") for name in allowed if not name.startswith("/")}
 
     async def read(self, source: MediaSource) -> bytes:
-        """Returns the bytes of a picture. Raises `FieldError`."""
+        """Returns the bytes of a picture or a sound. Raises `FieldError`."""
         if source.is_base64:
             return await asyncio.to_thread(self._decode, source.url, source.place)
         scheme = source.url[:8].partition(":")[0].lower()
@@ -87,9 +87,8 @@ class MediaReader:
             return await asyncio.to_thread(self._read_file, source)
         if scheme in ("http", "https"):
             return await self._fetch(source)
-        raise FieldError(
-            source.place, "must be a data URL with a picture (data:image/png;base64,...)"
-        )
+        example = "a sound (data:audio/wav" if source.is_sound else "a picture (data:image/png"
+        raise FieldError(source.place, f"must be a data URL with {example};base64,...)")
 
     def _too_large(self, place: str) -> FieldError:
         return FieldError(place, f"has more than {self._config.max_bytes} bytes (media.max_bytes)")
@@ -117,10 +116,9 @@ class MediaReader:
         kind = kind.strip()
         if not comma:
             raise FieldError(source.place, "is a data URL without a comma before its data")
-        if kind in _REFUSED_TYPES or (
-            kind and not kind.startswith(("image/", "application/octet"))
-        ):
-            raise FieldError(source.place, f"is of the type {kind[:40]!r}, and no picture")
+        what, family = ("sound", "audio/") if source.is_sound else ("picture", "image/")
+        if kind in _REFUSED_TYPES or (kind and not kind.startswith((family, "application/octet"))):
+            raise FieldError(source.place, f"is of the type {kind[:40]!r}, and no {what}")
         if "base64" in (each.strip() for each in parameters):
             return self._decode(text, source.place)
         if len(text) > 3 * self._config.max_bytes:
@@ -195,11 +193,23 @@ class MediaReader:
 
 
 def _decode_base64(text: str) -> bytes:
-    """Decodes base64. Raises ValueError if it is not valid."""
-    if text.find("=", 0, max(0, len(text) - 2)) >= 0:
-        raise ValueError("base64 that goes on after its end")
-    pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
-    return b"".join(base64.b64decode(each.encode("ascii"), validate=True) for each in pieces)
+    """Decodes base64, also in lines, as `base64 FILE` writes it. Raises ValueError if it is not
+    valid."""
+    found, rest, is_over = [], "", False
+    for at in range(0, len(text), _PIECE):
+        piece = text[at : at + _PIECE]
+        if "\n" in piece or "\r" in piece:
+            piece = piece.replace("\n", "").replace("\r", "")
+        piece = rest + piece
+        whole = len(piece) // 4 * 4
+        piece, rest = piece[:whole], piece[whole:]
+        if is_over and piece:
+            raise ValueError("base64 that goes on after its end")
+        is_over = is_over or piece.endswith("=")
+        found.append(base64.b64decode(piece.encode("ascii"), validate=True))
+    if rest:
+        raise ValueError("base64 that is cut off")
+    return b"".join(found)
 
 
 def _unquote(text: str) -> bytes:

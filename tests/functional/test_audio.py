@@ -127,6 +127,9 @@ async def test_the_language_is_detected_and_the_source_encoded_once(
     expected = model[1].detect_language(**inputs)[0].item()
     names = {ID["<|en|>"]: "english", ID["<|de|>"]: "german", ID["<|fr|>"]: "french"}
     assert found.language == names[expected]
+    form = {"response_format": "verbose_json"}
+    translated = await post(hearing, "/v1/audio/translations", form, FILE[1])
+    assert translated["language"] == "english"
 
 
 async def test_a_long_file_is_its_parts(client: openai.AsyncOpenAI) -> None:
@@ -289,6 +292,12 @@ async def test_a_conversation_has_sound(listening: tuple[Served, Any]) -> None:
     assert choice["token_ids"] == expected.tokens
     assert chat.choices[0].message.content == choice["message"]["content"]
     tokens = await served.post("/tokenize", messages=messages)
+    (sound,) = (p["input_audio"] for p in messages[0]["content"] if p["type"] == "input_audio")
+    by_url = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{sound['data']}"}}
+    same = [p if p["type"] == "text" else by_url for p in messages[0]["content"]]
+    given = [{"role": "user", "content": same}]
+    reply = await served.post("/v1/chat/completions", messages=given, **limits)
+    assert reply["choices"][0]["message"] == choice["message"]
     assert chat.usage is not None
     assert tokens["count"] == len(prompt) == chat.usage.prompt_tokens
     async with served.http.get("/v1/models") as response:
@@ -299,6 +308,10 @@ async def test_a_conversation_has_sound(listening: tuple[Served, Any]) -> None:
 def heard(data: Any, count: int = 1) -> list[dict[str, Any]]:
     part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     return [{"role": "user", "content": [part] * count}]
+
+
+def url_of(url: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "audio_url", "audio_url": url}]}]
 
 
 AT = "messages[0].content[0]"
@@ -312,6 +325,8 @@ SOUNDS_REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         [{"role": "user", "content": [{"type": "input_audio"}]}], f"{AT}.input_audio", "is missing",
     ),
     "a picture": (conversation(CLIP), f"{AT}.image_url", "reads no pictures"),
+    "a picture's URL": (url_of("data:image/png;base64,R0lG"), f"{AT}.audio_url", "and no sound"),
+    "no URL": (url_of("a.wav"), f"{AT}.audio_url", "a data URL with a sound (data:audio/wav;"),
     "too many": (heard("R0lG", 3), "messages[0].content[2].input_audio.data", "too many"),
     "six minutes": (
         heard(base64.b64encode(wav(np.zeros(360 * 1000), 1000, width=1)).decode()),

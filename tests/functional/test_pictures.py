@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "no url": (CHAT, chat_of({"type": "image_url"}), f"{AT}.image_url", "is missing"),
     "another type": (
         CHAT, chat_of({"type": "video_url"}), f"{AT}.type",
-        """must be one of 'text', 'refusal', 'image_url', 'input_audio', not "video_url\"""",
+        "must be one of 'text', 'refusal', 'image_url', 'input_audio', 'audio_url'",
     ),
     "a picture of the assistant": (
         CHAT, chat_of(image_url(URL), role="assistant"), AT, "assistant's message has no pictures"

@@ -342,9 +342,10 @@ class Transcript:
             case "vtt":
                 return web.Response(text="".join(_vtt(segments)), content_type="text/vtt")
         language = self.language or "en"
+        written = "en" if self._task == "translate" else language
         reply = VerboseTranscription(
             task=self._task,
-            language=language_names().get(language, language),
+            language=language_names().get(written, written),
             duration=round(self._recording.duration, 2),
             text="".join(segment.text for segment in segments).strip(),
             usage=self._usage,
