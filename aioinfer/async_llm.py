@@ -246,7 +246,7 @@ class AsyncLLM:
             prompt: a text or token ids, or a dict with either as vLLM has it.
             params: `SamplingParams` or a dict of their fields; the model's own defaults if missing.
             request_id: a name for `abort`; made up if missing.
-            priority: lower goes first, under `scheduler.policy = "priority"`.
+            priority: lower goes first.
             deltas: whether each output holds only the new part; else the same object comes again
                 and again, and holds all so far.
 

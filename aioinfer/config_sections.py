@@ -257,11 +257,6 @@ class SchedulerConfig:
         None,
         minimum=0,
     )
-    policy: Literal["fcfs", "priority"] = key(
-        "Order of scheduling: `fcfs` by arrival; `priority` by the request's `priority` (lower "
-        "first), then arrival.",
-        "fcfs",
-    )
     max_waiting_requests: int | None = key(
         "Maximum number of requests that wait for a slot, beyond the free ones, on all "
         "engines together (each of n completions is one); further ones are answered 503. Of "
@@ -498,8 +493,8 @@ class ServerConfig:
         "aioinfer.api.http.keys NAME` makes both) and, if need be, what `limits` may hold, such as "
         "`requests_per_minute = 60` (0 lifts a limit), `weight` (its share while requests of "
         "several keys wait; 1), `min_priority` (lowest `priority` of its requests, where lower "
-        "goes first, and the one of those that name none, if above 0) and `admin`. SIGHUP has it "
-        "read again.",
+        "goes first, and the one of those that name none, if above 0; 0, as without keys) and "
+        "`admin`. SIGHUP has it read again.",
         None,
     )
     limits: dict[str, int] = key(

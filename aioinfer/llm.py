@@ -136,7 +136,7 @@ class LLM(BackgroundModel):
             params: `SamplingParams`, or a dict of their fields, for all, or one for each; the
                 model's own defaults if missing.
             sampling_params: vLLM's name for `params`.
-            priorities: one for each, under `scheduler.policy = "priority"`.
+            priorities: one for each; lower goes first.
             use_tqdm: whether to show progress; none is shown with the model's `progress=False`.
 
         Raises:

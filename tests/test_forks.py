@@ -329,9 +329,7 @@ def test_searches_of_which_none_has_all_of_its_slots_end():
 def test_one_idle_sequence_makes_room_for_a_request_that_goes_before(prefix_caching):
     """It alone has a slot, its search waits for a sequence that waits behind a request of higher
     priority, and this one needs all blocks."""
-    harness = ForkHarness(
-        by_priority=True, num_blocks=8, block_size=4, max_num_seqs=2, prefix_caching=prefix_caching
-    )
+    harness = ForkHarness(num_blocks=8, block_size=4, max_num_seqs=2, prefix_caching=prefix_caching)
     small = make_request("small", [7] * 4, 20, priority=0)
     search = Search("one", list(range(6)), 6, 2, priority=1)
     harness.add(small)
@@ -449,7 +447,6 @@ def test_any_mix_of_searches_and_requests(data):
         token_budget=budget,
         prefill_cap=draw(st.integers(1, budget), "prefill_cap"),
         prefix_caching=draw(st.booleans(), "caching"),
-        by_priority=draw(st.booleans(), "by_priority"),
     )
     most = draw(st.sampled_from([4, 40, 16_384]), "entries")
     with mock.patch("aioinfer.scheduler.running.MAX_FORKED_ENTRIES", most):

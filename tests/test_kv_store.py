@@ -269,7 +269,7 @@ def test_siblings_wait_for_the_leader_that_loads() -> None:
 def test_a_preempted_request_is_swapped_in(groups: tuple[KVGroup, ...]) -> None:
     """Its blocks are on the host by then, those of output included: only the tokens behind its last
     full block are computed again."""
-    harness = make_harness(groups, by_priority=True)
+    harness = make_harness(groups)
     first = make_request("first", prompt_of(0, 20), 44)
     second = make_request("second", prompt_of(1, 20), 30, priority=1)
     harness.add(first, second)

@@ -166,21 +166,15 @@ def test_a_rejected_request_is_charged_nothing() -> None:
 @pytest.mark.parametrize(
     ("bound", "asked", "priority"),
     [
-        (None, None, 0), (None, -7, -7), (2, None, 2), (2, 2, 2), (2, 9, 9), (-3, None, 0),
-        (-3, -3, -3),
+        (0, None, 0), (0, 7, 7), (2, None, 2), (2, 2, 2), (2, 9, 9), (-3, None, 0), (-3, -3, -3),
     ],
 )  # fmt: skip
-def test_priorities_down_to_the_bound(bound: int | None, asked: int | None, priority: int) -> None:
+def test_priorities_down_to_the_bound(bound: int, asked: int | None, priority: int) -> None:
     account = Account(ApiKey("a", min_priority=bound))
-    assert account.priority(asked, has_priorities=True) == priority
-
-
-def test_a_priority_below_the_bound_is_refused_where_there_are_priorities() -> None:
-    account = Account(ApiKey("a", min_priority=2))
-    with pytest.raises(RequestError, match="may ask for 2 and above") as caught:
-        account.priority(1, has_priorities=True)
+    assert account.priority(asked) == priority
+    with pytest.raises(RequestError, match=f"may be {bound} or above") as caught:
+        account.priority(bound - 1)
     assert (caught.value.status, caught.value.param) == (400, "priority")
-    assert account.priority(None, has_priorities=False) == 0
 
 
 def keys_of(tmp_path: Path, text: str) -> ApiKeys:

@@ -590,7 +590,7 @@ def test_a_length_limit_is_never_overscheduled():
 
 
 def test_priority_goes_first():
-    harness = Harness(by_priority=True, max_num_seqs=1)
+    harness = Harness(max_num_seqs=1)
     low, high = (
         make_request("low", [1, 2], 4, priority=5),
         make_request("high", [3, 4], 4, priority=-1),
@@ -606,7 +606,7 @@ def test_priority_goes_first():
 
 @pytest.mark.parametrize("low_first", [True, False])
 def test_low_priority_is_preempted_first_whoever_came_first(low_first):
-    harness = Harness(by_priority=True, num_blocks=12, prefix_caching=False)
+    harness = Harness(num_blocks=12, prefix_caching=False)
     low = make_request("low", [1] * 8, 30, priority=5)
     high = make_request("high", [2] * 8, 30, priority=-1)
     harness.add(*((low, high) if low_first else (high, low)))
@@ -615,15 +615,6 @@ def test_low_priority_is_preempted_first_whoever_came_first(low_first):
     assert high.num_preemptions == 0
     for request in (low, high):
         assert_complete(request)
-
-
-def test_priority_is_ignored_under_fcfs():
-    harness = Harness(max_num_seqs=1)
-    harness.add(
-        make_request("first", [1], 2, priority=9), make_request("second", [2], 2, priority=0)
-    )
-    harness.step()
-    assert [r.request_id for r in harness.scheduler.running] == ["first"]
 
 
 def test_a_failed_row_ends_its_request_alone():
@@ -662,9 +653,8 @@ GROUPS = st.one_of(
 # ---------------------------------------------------------------- waiting requests
 
 
-@pytest.mark.parametrize("by_priority", [False, True])
-def test_requests_that_are_aborted_while_they_wait_are_not_kept(by_priority: bool):
-    harness = Harness(max_num_seqs=1, by_priority=by_priority)
+def test_requests_that_are_aborted_while_they_wait_are_not_kept():
+    harness = Harness(max_num_seqs=1)
     harness.add(make_request("runs", [1, 2], 100))
     harness.step()
     first, *others = [make_request(str(number), [1] * 50, 5, priority=0) for number in range(8)]
@@ -853,7 +843,6 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         paces_prefill=draw(st.booleans(), "paces"),
         target_itl_s=draw(st.sampled_from([None, 0.001, 0.01]), "target"),
         prefix_caching=draw(st.booleans(), "caching"),
-        by_priority=draw(st.booleans(), "by_priority"),
         max_lookahead=0 if stages > 1 else draw(st.integers(0, 12), "lookahead"),
         features=[RandomLookahead(draw(st.integers(0, 9), "seed of the lookahead"))],
         draft_quality=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]), "drafts"),

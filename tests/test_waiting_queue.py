@@ -62,15 +62,20 @@ def test_wrong_counts_are_found() -> None:
         queue.check_integrity()
 
 
-def test_requests_that_ended_are_kept_no_longer_than_others_outnumber_them() -> None:
+@pytest.mark.parametrize("loads", [False, True])
+def test_requests_that_ended_are_kept_no_longer_than_others_outnumber_them(loads: bool) -> None:
     queue, requests = queued(*((0, number) for number in range(9)))
     for request in requests[2:6]:  # behind the first
         request.status = RequestStatus.FINISHED
         queue.drop(request)
     assert len(queue._heap) == 9
     assert queue.first() is requests[0]
-    queue.pop()  # now half of the others have ended
-    assert counts(queue) == (4, 12, 8)
+    if loads:
+        queue.begin_load()
+    else:
+        queue.pop()
+    # now half of the others have ended
+    assert counts(queue) == (4 + loads, 12 + 3 * loads, 8 + 2 * loads)
     assert len(queue._heap) == 4
     for request in (requests[1], *requests[6:]):
         assert queue.first() is request

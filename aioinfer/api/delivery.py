@@ -102,8 +102,7 @@ async def submitted(
     """
     frontend, account = frontend_of(request), request[ACCOUNT]
     prompts, params = generation.prompts, generation.params
-    by_priority = frontend.config.scheduler.policy == "priority"
-    priority = account.priority(generation.priority, has_priorities=by_priority)
+    priority = account.priority(generation.priority)
     longest = sum(map(len, prompts)) + len(prompts) * params.n * (params.max_tokens or 0)
     outputs: list[RequestOutput] = []
     record = request[RECORD]

@@ -172,7 +172,6 @@ class Engine:
             paces_prefill=self._config.paces_prefill,
             target_itl_s=limits.target_itl_ms / 1000 if limits.target_itl_ms else None,
             prefix_caching=self._config.cache.enable_prefix_caching,
-            by_priority=limits.policy == "priority",
             num_stages=self._config.parallel.pipeline_parallel_size,
             max_lookahead=report.max_lookahead,
             step_times=report.step_times,

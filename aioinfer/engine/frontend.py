@@ -474,7 +474,7 @@ class Frontend:
             prompt: text, or token ids as they are.
             params: the sampling parameters.
             add_special_tokens: whether encoding text adds the tokenizer's BOS and the like.
-            priority: lower goes first; only under `scheduler.policy = "priority"`.
+            priority: lower goes first.
             request_id: for messages; made up if missing.
             flow: the requests that it shares a part of the server with.
             cache_salt: prompts share KV blocks only under the same one.
@@ -575,10 +575,6 @@ class Frontend:
         self._require_alive()
         self.control.check_admits()
         assert (constraint is not None) == params.is_restricted, "`compile` comes first"
-        if priority and self.config.scheduler.policy != "priority":
-            raise RequestError(
-                "priority needs the server's scheduler.policy to be 'priority'", param="priority"
-            )
         if params.stop:
             self.require_tokenizer("stop")
         if params.pooling is None:

@@ -31,7 +31,6 @@ class SchedulerLimits:
             `prefill_pacing`).
         target_itl_s: the time that such a step may take, in seconds; None: as throughput asks for.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
-        by_priority: whether requests are ordered by priority before their arrival.
         num_stages: of the workers' pipeline; see `MicroBatches`.
         max_lookahead: the maximum of lookahead rows in a step (see `ipc.lookahead`).
         step_times: (rows, seconds, whether with lookahead) of decode steps, as the workers measured
@@ -53,7 +52,6 @@ class SchedulerLimits:
     paces_prefill: bool = False
     target_itl_s: float | None = None
     prefix_caching: bool = True
-    by_priority: bool = False
     num_stages: int = 1
     max_lookahead: int = 0
     step_times: Sequence[tuple[int, float, bool]] = ()

@@ -137,7 +137,7 @@ class Request:
         max_len: the length, prompt included, at which the request ends.
         seed: 64 bits that key the sampler's noise.
         end_tokens: the token ids that end it, `MAX_END_TOKENS` of them at most.
-        priority: lower goes first under the policy `priority`.
+        priority: lower goes first.
         block_hashes: the hashes of the full blocks of `tokens`, which the encoding thread computes
             for the prompt.
         group: the fork group, if there are siblings.

@@ -52,7 +52,7 @@ from aioinfer.scheduler.waiting_queue import FairQueuing, WaitingQueue
 
 
 class Scheduler:
-    """First come, first served, or by priority, and fairly between flows; preempts from the
+    """By priority, then first come, first served, and fairly between flows; preempts from the
     back."""
 
     def __init__(
@@ -163,12 +163,11 @@ class Scheduler:
         before requests that were never admitted, as after a preemption. The caller has checked that
         the request's `max_len` fits (see `fits`).
         """
-        priority = request.priority if self.limits.by_priority else 0
         if request.num_cached < 0:
-            start = self._fair_queuing.arrive(request, priority)
+            start = self._fair_queuing.arrive(request, request.priority)
         else:
-            start = self._fair_queuing.virtual_time(priority)
-        request.key = (priority, start, next(self._arrivals))
+            start = self._fair_queuing.virtual_time(request.priority)
+        request.key = (request.priority, start, next(self._arrivals))
         self._waiting.add(request)
         self.features.expect(request)
 

@@ -93,6 +93,7 @@ class WaitingQueue:
         request = heapq.heappop(self._heap)
         request.status = RequestStatus.LOADING
         self.loading[request] = None
+        self._shrink()
 
     def end_load(self, request: Request) -> None:
         """Makes a request that was LOADING wait at its place again."""

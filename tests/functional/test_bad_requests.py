@@ -46,7 +46,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
     (COMPLETIONS, {"logit_bias": {"two words": 1}}, "logit_bias"),
-    (COMPLETIONS, {"priority": 1}, "priority"),
+    (COMPLETIONS, {"priority": -1}, "priority"),
     (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
     (CHAT, {"max_completion_tokens": 4000}, "max_completion_tokens"),

@@ -110,8 +110,8 @@ async def test_a_key_leaves_room_in_the_queue(tmp_path: Path) -> None:
 
 
 async def test_priorities_are_bounded(tmp_path: Path) -> None:
-    text = '[low]\nkey = "low"\nmin_priority = 5\n[any]\nkey = "any"\n'
-    async with serve(tmp_path / "keys", text, **{"scheduler.policy": "priority"}) as http:
+    text = '[low]\nkey = "low"\nmin_priority = 5\n[any]\nkey = "any"\nmin_priority = -5\n'
+    async with serve(tmp_path / "keys", text) as http:
         assert (await complete(http, "low"))[0] == 200
         assert (await complete(http, "low", priority=5))[0] == 200
         assert (await complete(http, "any", priority=-5))[0] == 200

@@ -22,7 +22,6 @@ def llm() -> Iterator[LLM]:
         "parallel.cpu_threads": 1,
         "cache.num_blocks": 128,
         "scheduler.max_num_seqs": 24,
-        "scheduler.policy": "priority",
     }
     with LLM(MODEL, settings=settings, progress=False) as llm:
         yield llm

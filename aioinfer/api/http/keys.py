@@ -49,7 +49,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
         requests_per_minute, tokens_per_minute, max_concurrent_requests: limits; None is none.
         weight: its share of the server while several keys wait, relative to the others'.
         min_priority: the lowest `priority` that its requests may have, and the one of requests that
-            name none, if it is above 0; None is any.
+            name none, if it is above 0.
         admin: whether it may use the endpoints that act on the whole server.
     """
 
@@ -58,7 +58,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: _Limit | None = None
     max_concurrent_requests: _Limit | None = None
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
-    min_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    min_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     admin: bool = False
 
     def limited_by(self, defaults: Mapping[str, int]) -> ApiKey:

@@ -41,7 +41,7 @@ from aiohttp import web
 from aioinfer.api.errors import Handler, local_path
 from aioinfer.api.http.keys import ApiKey, ApiKeys
 from aioinfer.config import ServerConfig
-from aioinfer.errors import ConfigError, RateLimitError, RequestError
+from aioinfer.errors import ConfigError, FieldError, RateLimitError, RequestError
 from aioinfer.features import load_halves
 from aioinfer.scheduler.request import Flow
 
@@ -216,20 +216,16 @@ class Account:
             retry_after_s=seconds,
         )
 
-    def priority(self, asked: int | None, *, has_priorities: bool) -> int:
-        """Returns the priority of a request that asks for `asked`, or for none.
-
-        Where the server has no priorities (`scheduler.policy`), `asked` is returned: the frontend
-        rejects it. Raises `RequestError` for a priority below the key's bound.
-        """
+    def priority(self, asked: int | None) -> int:
+        """Returns the priority of a request that asks for `asked`, or for none. Raises
+        `RequestError` for one below the bound."""
         bound = self.key.min_priority
-        if bound is None or not has_priorities:
-            return asked or 0
         if asked is None:
             return max(0, bound)
         if asked < bound:
-            raise RequestError(
-                f"priority is {asked}; this API key may ask for {bound} and above", param="priority"
+            raise FieldError(
+                "priority",
+                f"is {asked}, and may be {bound} or above: API keys may have another min_priority",
             )
         return asked
 
