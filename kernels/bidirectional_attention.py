@@ -31,13 +31,63 @@ def _find_text(query_starts, num_texts, index, ROWS: tl.constexpr):
     return low
 
 
+@triton.jit
+def _load_tile(at, own, d, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Returns keys or values [TILE, PAD] at their addresses, zeros where a token is not `own`."""
+    if MASKED:
+        return tl.load(at, own[:, None] & (d < SIZE)[None, :], 0.0)
+    if d.shape[0] > SIZE:
+        return tl.load(at, (d < SIZE)[None, :], 0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _attend(
+    query, keys, stride, row, length, begin, end, m, l, acc, scale, biases, BEHIND: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, REACH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Returns the maxima, sums and outputs with the keys from `begin` to `end`, in tiles.
+
+    Args:
+        keys: of the text's first token; its values are BEHIND channels behind.
+        m, l, acc: maxima, sums and outputs before.
+        biases: of the head, at distance 0, or None.
+        MASKED: whether there are keys that are not attended to, or biases.
+    """
+    d, offsets = tl.arange(0, query.shape[1]), tl.arange(0, TILE)
+    at = keys + (begin + offsets).to(tl.int64)[:, None] * stride + d[None, :]
+    for position in range(begin, end, TILE):
+        column = position + offsets
+        is_own = column < length
+        key = _load_tile(at, is_own, d, SIZE, MASKED)
+        value = _load_tile(at + BEHIND, is_own, d, SIZE, MASKED)
+        at += TILE * stride
+        s = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            visible = is_own[None, :]  # rows behind the text are not stored
+            distance = column[None, :] - row[:, None]
+            if REACH > 0:
+                visible = visible & (distance <= REACH) & (distance >= -REACH)
+            s *= scale
+            if biases is not None:
+                s += tl.load(biases + distance, visible & (row < length)[:, None], 0.0)
+            p, m, old = softmax_weights(s, visible, None, m, None, None)
+        else:
+            new_m = tl.maximum(m, tl.max(s, axis=1) * scale)
+            p, old = tl.exp2(s * scale - new_m[:, None]), tl.exp2(m - new_m)
+            m = new_m
+        acc = tl.dot(p.to(query.dtype), value, acc * old[:, None], input_precision="ieee")
+        l = l * old + tl.sum(p, axis=1)
+    return m, l, acc
+
+
 @triton.jit(do_not_specialize=["num_texts"], do_not_specialize_on_alignment=["query_starts"])
 def _attention_kernel(
     qkv, qkv_stride, out, query_starts, num_texts, scale, biases, bias_stride, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    index, head = tl.program_id(0), tl.program_id(1)
+    head, index = tl.program_id(0), tl.program_id(1)
     text = _find_text(query_starts, num_texts, index, ROWS)
     start = tl.load(query_starts + text)
     length = tl.load(query_starts + text + 1) - start
@@ -50,35 +100,27 @@ def _attention_kernel(
     line = (start + row).to(tl.int64)
     query = tl.load(qkv + line[:, None] * qkv_stride + head * SIZE + d[None, :], own, 0.0)
     kv_head = head // (HEADS // KV_HEADS)
-    keys = qkv + (HEADS + kv_head) * SIZE
-    values = qkv + (HEADS + KV_HEADS + kv_head) * SIZE
-    begin, end = 0, length
-    if REACH > 0:
-        begin = tl.maximum(first - REACH, 0) // TILE * TILE
-        end = tl.minimum(length, first + ROWS + REACH)
+    keys = qkv + start.to(tl.int64) * qkv_stride + (HEADS + kv_head) * SIZE
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD], tl.float32)
-    for position in range(begin, end, TILE):
-        column = position + tl.arange(0, TILE)
-        there = (start + column).to(tl.int64) * qkv_stride
-        is_own = column < length
-        of_keys = keys + there[None, :] + d[:, None]
-        key = tl.load(of_keys, is_own[None, :] & (d < SIZE)[:, None], 0.0)
-        of_values = values + there[:, None] + d[None, :]
-        value = tl.load(of_values, is_own[:, None] & (d < SIZE)[None, :], 0.0)
-        visible = is_own[None, :]  # rows behind the text are not stored
-        if REACH > 0:
-            distance = row[:, None] - column[None, :]
-            visible = visible & (distance <= REACH) & (distance >= -REACH)
-        s = tl.dot(query, key, input_precision="ieee") * scale
-        if biases is not None:
-            distance = column[None, :] - row[:, None]
-            of_head = biases + head * bias_stride + bias_stride // 2
-            s += tl.load(of_head + distance, visible & (row < length)[:, None], 0.0)
-        p, m, old = softmax_weights(s, visible, None, m, None, None)
-        acc = tl.dot(p.to(query.dtype), value, acc * old[:, None], input_precision="ieee")
-        l = l * old + tl.sum(p, axis=1)
+    begin, whole, end = 0, 0, length
+    if REACH > 0:
+        begin = tl.maximum(first - REACH, 0) // TILE * TILE
+        whole, end = begin, tl.minimum(length, first + ROWS + REACH)
+    of_head = biases
+    if biases is not None:
+        of_head = biases + head * bias_stride + bias_stride // 2
+    elif REACH == 0:  # all but the last tile are of keys of the text alone
+        whole = length // TILE * TILE
+        m, l, acc = _attend(
+            query, keys, qkv_stride, row, length, begin, whole, m, l, acc, scale, None,
+            KV_HEADS * SIZE, SIZE, TILE, REACH, False,
+        )  # fmt: skip
+    m, l, acc = _attend(
+        query, keys, qkv_stride, row, length, whole, end, m, l, acc, scale, of_head,
+        KV_HEADS * SIZE, SIZE, TILE, REACH, True,
+    )  # fmt: skip
     attended = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     place = out + line[:, None] * (HEADS * SIZE) + head * SIZE + d[None, :]
     tl.store(place, attended.to(out.dtype.element_ty), own)
@@ -114,10 +156,11 @@ def bidirectional_attention(
     bias_stride = 0 if biases is None else biases.stride(0)
     # three stages of more than this do not fit the shared memory of all cards
     num_stages = 2 if is_wide or size > 64 or biases is not None else 3
-    _attention_kernel[(tokens // rows + texts, num_heads)](
+    # heads of a tile at the same time: their channels are lines of memory that follow one another
+    _attention_kernel[(num_heads, tokens // rows + texts)](
         qkv, qkv.stride(0), out, query_starts, texts, scale * LOG2_E, biases, bias_stride,
         HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, PAD=triton.next_power_of_2(size),
-        ROWS=rows, TILE=tile, REACH=reach, num_warps=4 if is_wide or size <= 64 else 8,
+        ROWS=rows, TILE=tile, REACH=reach, num_warps=4 if is_wide else 8,
         num_stages=num_stages,
     )  # fmt: skip
     return out

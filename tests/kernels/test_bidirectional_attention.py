@@ -51,6 +51,7 @@ def attention_of_texts(
         ([33, 1, 1, 64], 4, 2, 24, 0),
         ([70, 5, 33], 2, 2, 16, 7),
         ([64], 1, 1, 16, 31),
+        ([96, 31], 3, 3, 20, 0),  # keys in whole tiles, with channels that are padded
     ],
 )
 def test_attention(lengths: list[int], heads: int, kv_heads: int, size: int, reach: int) -> None:
