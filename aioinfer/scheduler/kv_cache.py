@@ -414,6 +414,8 @@ class KVCacheManager:
         running = [*running, *(request for request in loading if request.blocks)]
         if self.store is not None:
             self.store.check_integrity([pool.index for pool in self.pools], loading)
+        if self.loads is not None:
+            self.loads.check_integrity(loading)
         for request in running:
             for table in request.blocks:
                 if len(table) != request.num_blocks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 
+from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.group_blocks import WholeBlocks
@@ -37,6 +38,9 @@ class PrefixLoads:
         self._store, self._pools, self._kinds = store, pools, kinds
         self._prefixes, self._block_size = prefixes, block_size
         self._peaks, self._free = peaks, free
+        # of requests that are loaded: the blocks of each group that they take once they are
+        # admitted; others would take blocks that were loaded, which had to be loaded once more
+        self._reserved: dict[Request, list[int]] = {}
 
     def find_stored(self, request: Request, prefix: Prefix) -> int:
         """Returns with how many blocks a request can begin once some are loaded; 0 if that is no
@@ -90,7 +94,7 @@ class PrefixLoads:
     def begin(self, request: Request, length: int, num_tokens: int) -> bool:
         """Gives a request its first `length` blocks, of which the store brings those that are not
         on the device, and spares computing `num_tokens` tokens. False, and nothing is changed,
-        unless all tokens of the request find room."""
+        unless all tokens of the request find room beside those of others that are loaded."""
         tables = [[NULL_BLOCK] * length for _ in self._pools]
         missing: list[list[int]] = [[] for _ in self._pools]
         for number, first in self._prefixes.needed(length):
@@ -101,11 +105,15 @@ class PrefixLoads:
                 else:
                     tables[number][entry] = block
         fresh = -(-request.total // self._block_size) - length
+        later: list[int] = []
         peaks = self._peaks(request.total)
         for pool, table, entries, peak in zip(self._pools, tables, missing, peaks, strict=True):
-            shared = pool.count_free(_owned(table))
-            if max(min(peak, fresh + len(entries)), len(entries)) + shared > pool.num_free:
+            reserved = sum(of_groups[len(later)] for of_groups in self._reserved.values())
+            later.append(max(0, min(peak - len(entries), fresh)))
+            taken = len(entries) + pool.count_free(_owned(table))
+            if taken + later[-1] + reserved > pool.num_free:
                 return False
+        self._reserved[request] = later
         for pool, table in zip(self._pools, tables, strict=True):
             pool.share(_owned(table))
         wanted: list[tuple[int, int, bytes]] = []
@@ -125,6 +133,7 @@ class PrefixLoads:
         """Enters the blocks of a request, which have been loaded, into the prefix index, where the
         request finds them when it is admitted. It has none where files were read for it."""
         is_spoiled = self._store.take_spoiled(request)
+        self._reserved.pop(request, None)
         if not request.blocks:
             return
         for kind in self._kinds if not is_spoiled else ():
@@ -137,9 +146,15 @@ class PrefixLoads:
     def drop(self, request: Request) -> None:
         """Takes the blocks of a request away that has ended while they were loaded."""
         self._store.abandon(request)
+        self._reserved.pop(request, None)
         request.asked_connectors = 0
         self._free(request)
         request.num_computed = request.num_settled = 0
+
+    def check_integrity(self, loading: Iterable[Request]) -> None:
+        """Raises IntegrityError unless blocks are reserved for those requests that load some."""
+        if self._reserved.keys() != {request for request in loading if request.blocks}:
+            raise IntegrityError("blocks are reserved for a request that loads none")
 
 
 class _Either:
