@@ -121,10 +121,10 @@ def test_an_allowance_is_charged() -> None:
     times.is_known = True
     for tokens_left, other in ((4000, None), (1000, None), (5000, times), (1000, times)):
         charged, plain = (PrefillAllowance(tokens_left, other, 0.02) for _ in range(2))
-        charged.charge(1500, 0)
+        charged.correct(0, 1500, 0)
         plain.take(1500, 0)
         assert charged.tokens_left == plain.tokens_left
         assert charged.take(300, 1500) == plain.take(300, 1500)
     spent = PrefillAllowance(5000, times, 0.02)
-    spent.charge(2500, 0)
+    spent.correct(0, 2500, 0)
     assert spent.tokens_left == 0

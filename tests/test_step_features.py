@@ -111,8 +111,8 @@ class Tags(StepFeature):
         self.calls["limit"] += 1
         return min(wanted, use.most)
 
-    def extra_tokens(self, use, rows, start, end):
-        return use.extra if start == 0 < end else 0
+    def fit(self, use, tokens, start, more, rows):
+        return tokens, use.extra if start == 0 < tokens else 0
 
     def plan(self, rows):
         self.calls["plan"] += 1

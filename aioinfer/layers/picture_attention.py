@@ -63,33 +63,34 @@ def attend_within_pictures(
     for block in pictures.blocks:
         tokens = slice(block.first, block.first + block.length)
         size = cache.keys.shape[1]
-        hidden, skipped = _hidden(block, shape.window, size, pictures.keeps_windows)
+        skipped, hidden = 0, None  # all keys are before the queries, or of their picture
+        if shape.window is not None:
+            skipped, hidden = _hidden(
+                block, shape.window, size, pictures.keeps_windows, queries.device
+            )
         blocks = tables[block.row, skipped // size : -(-block.end // size)]
         stored = [kv.index_select(0, blocks).flatten(0, 1) for kv in (cache.keys, cache.values)]
         keys, values = (
             kv[: block.end - skipped].transpose(0, 1).unsqueeze(0)
             for kv in cache.read(stored[0], stored[1], queries.dtype)
         )
-        mask = torch.zeros(hidden.shape, dtype=queries.dtype)
-        mask = mask.masked_fill_(hidden, -torch.inf).to(queries.device)
         found = F.scaled_dot_product_attention(
-            queries[tokens].transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask,
+            queries[tokens].transpose(0, 1).unsqueeze(0), keys, values,
+            attn_mask=None if hidden is None else ~hidden,
             scale=shape.scale, enable_gqa=shape.num_heads != shape.num_kv_heads,
         )  # fmt: skip
         attended.index_copy_(0, pictures.places[tokens], found[0].transpose(0, 1))
 
 
 def _hidden(
-    block: PictureBlock, window: int | None, size: int, keeps_windows: bool
-) -> tuple[torch.Tensor, int]:
-    """Returns which keys the queries of a block do not attend to, bool [length, keys], and the
-    position of the first key, that of a KV block of `size` tokens: earlier ones are hidden from
-    all."""
-    if window is None:  # all keys are before the queries, or of their picture
-        return torch.zeros(block.length, block.end, dtype=torch.bool), 0
+    block: PictureBlock, window: int, size: int, keeps_windows: bool, device: torch.device
+) -> tuple[int, torch.Tensor]:
+    """Returns the position of the first key, that of a KV block of `size` tokens: earlier ones are
+    hidden from all; and which keys the queries of a block do not attend to, bool [length, keys]."""
     first = block.position - window + 1
     skipped = max(0, first if keeps_windows else min(first, block.start)) // size * size
-    queries = torch.arange(block.position, block.position + block.length)[:, None]
-    keys = torch.arange(skipped, block.end)
+    last = block.position + block.length
+    queries = torch.arange(block.position, last, device=device)[:, None]
+    keys = torch.arange(skipped, block.end, device=device)
     hidden = keys <= queries - window
-    return hidden if keeps_windows else hidden & (keys < block.start), skipped
+    return skipped, hidden if keeps_windows else hidden & (keys < block.start)

@@ -139,17 +139,14 @@ class StepFeature:
         step."""
         return wanted
 
-    def fit(self, use: Any, tokens: int, start: int, more: int) -> int:
+    def fit(
+        self, use: Any, tokens: int, start: int, more: int, rows: Sequence[Row]
+    ) -> tuple[int, int]:
         """Returns how many tokens of a request with this use the step computes from position
         `start` on, where `tokens` were granted and up to `more` others may be: for tokens that have
-        to be computed together."""
-        return tokens
-
-    def extra_tokens(self, use: Any, rows: Sequence[Row], start: int, end: int) -> int:
-        """Returns how many prompt tokens take as long as what workers compute for the feature
-        beside the tokens from `start` to `end` of a request with this use, in a step that has
-        `rows` of the feature so far. They count as prefill of the step."""
-        return 0
+        to be computed together; and how many prompt tokens would take as long as what workers
+        compute for the feature beside them. The step has `rows` of the feature so far."""
+        return tokens, 0
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns how many lookahead rows each of some requests should have in the step that is
@@ -276,20 +273,18 @@ class StepFeatures:
             wanted = feature.limit(use, wanted, rows.get(use.feature, ()), start)
         return wanted
 
-    def fit(self, request: Request, tokens: int, start: int, more: int) -> int:
-        """Returns how many tokens of a request the step computes; see `StepFeature.fit`."""
+    def fit(
+        self, request: Request, tokens: int, start: int, more: int,
+        rows: Mapping[str, Sequence[Row]],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Returns how many tokens of a request the step computes, and in tokens what features
+        compute beside them; see `StepFeature.fit`."""
+        extra = 0
         for use in request.uses:
-            tokens = self._by_name[use.feature].fit(use, tokens, start, more)
-        return tokens
-
-    def extra_tokens(
-        self, request: Request, rows: Mapping[str, Sequence[Row]], start: int, end: int
-    ) -> int:
-        """See `StepFeature.extra_tokens`."""
-        return sum(
-            self._by_name[use.feature].extra_tokens(use, rows.get(use.feature, ()), start, end)
-            for use in request.uses
-        )
+            feature, of_feature = self._by_name[use.feature], rows.get(use.feature, ())
+            tokens, beside = feature.fit(use, tokens, start, more, of_feature)
+            extra += beside
+        return tokens, extra
 
     def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:
         """Returns the sections of the plan with `rows`, which will be posted; see

@@ -78,7 +78,7 @@ class PlanBuilder:
         self._prefills: list[Request] = []
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
         self._num_sampled = 0  # of the prefills
-        self._charged = 0
+        self._extra = 0  # tokens that would take as long as what features compute
         self._growth: list[tuple[int, int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
         self._appended: list[tuple[int, int, int, int]] = []
@@ -122,22 +122,12 @@ class PlanBuilder:
         self.budget_left -= granted
         return granted
 
-    def correct(self, granted: int, tokens: int) -> None:
-        """Makes a grant one of `tokens` tokens."""
+    def correct(self, granted: int, tokens: int, extra: int, start: int) -> None:
+        """Makes a grant from position `start` on one of `tokens` tokens, and takes off the prefill
+        allowance what features compute beside them, which takes as long as `extra` tokens."""
         self.budget_left -= tokens - granted
-        self._prefill.tokens_left = max(0, self._prefill.tokens_left - (tokens - granted))
-
-    def can_charge(self, tokens: int) -> bool:
-        """Whether a request whose features take as long as `tokens` prompt tokens may have a part
-        in the step: the first prompt always may."""
-        return not tokens or not self._prefills or tokens <= self._prefill.tokens_left
-
-    def charge(self, tokens: int, start: int) -> None:
-        """Takes what features compute off the prefill allowance, as prompt tokens from position
-        `start` on that would take as long."""
-        if tokens:
-            self._charged += tokens
-            self._prefill.charge(tokens, start)
+        self._prefill.correct(tokens - granted, extra, start)
+        self._extra += extra
 
     def grant_lookahead(self, wanted: int) -> int:
         """Takes up to `wanted` lookahead rows off the budget and returns how many."""
@@ -196,7 +186,7 @@ class PlanBuilder:
     def work(self) -> StepWork:
         """Returns the work of the step: counts of its tokens and keys. What features compute
         counts in tokens."""
-        tokens, pairs = self._charged, 0.0
+        tokens, pairs = self._extra, 0.0
         for start, length, _ in self._prefill_rows:
             tokens += length
             pairs += length * (start + length / 2)

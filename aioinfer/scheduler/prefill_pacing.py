@@ -87,12 +87,12 @@ class PrefillAllowance:
         self.tokens_left -= granted
         return granted
 
-    def charge(self, tokens: int, start: int) -> None:
-        """Takes off what `tokens` from position `start` on would, or all that is left: for other
-        work of the step that takes as long."""
-        self.tokens_left = max(0, self.tokens_left - tokens)
-        if self._times is not None:
-            self._seconds_left -= self._times.prefill_seconds(tokens, start)
+    def correct(self, more: int, extra: int, start: int) -> None:
+        """Takes `more` tokens than before, or fewer, and off the time what `extra` tokens from
+        position `start` on would take: for other work of the step that takes as long."""
+        self.tokens_left = max(0, self.tokens_left - more - extra)
+        if extra and self._times is not None:
+            self._seconds_left -= self._times.prefill_seconds(extra, start)
             if self._times.prefill_tokens_within(self._seconds_left, start) < MIN_TOKENS:
                 self.tokens_left = 0
 

@@ -208,24 +208,14 @@ class StepPlanner:
         prefill: bool = False,
     ) -> int:  # fmt: skip
         """Takes up to `wanted` tokens of a request off the budget, as far as its features can have
-        them computed, and returns how many: none if what features compute beside them is more than
-        the step's other prompts leave."""
-        if not request.uses:
-            return builder.grant(wanted, start, prefill=prefill)
-        features, rows = self._features, builder.rows
-        may_charge = prefill or wanted > 1
-        if may_charge and not builder.can_charge(
-            features.extra_tokens(request, rows, start, start + wanted)
-        ):
-            return 0
+        them computed, and returns how many."""
         granted = builder.grant(wanted, start, prefill=prefill)
-        if not granted:
-            return 0
-        tokens = features.fit(request, granted, start, builder.budget_left)
-        if tokens != granted:
-            builder.correct(granted, tokens)
-        if may_charge:
-            builder.charge(features.extra_tokens(request, rows, start, start + tokens), start)
+        if not request.uses or not granted:
+            return granted
+        more, rows = builder.budget_left, builder.rows
+        tokens, extra = self._features.fit(request, granted, start, more, rows)
+        if tokens != granted or extra:
+            builder.correct(granted, tokens, extra, start)
         return tokens
 
     def _lookahead(self, builder: PlanBuilder) -> Mapping[Request, int] | None:

@@ -3,6 +3,7 @@ together, and decodes are replayed from graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ TURNS: list[tuple[Any, ...]] = [
 WITH_KERNELS = ("qwen3_vl", "gemma3", "mistral3", "smolvlm", "voxtral")
 
 
+def without_waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a call that fails where the host would wait for the GPU."""
+
+    def checked(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return call(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return checked
+
+
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [*((name, False) for name in MODELS), *((name, True) for name in WITH_KERNELS)],
@@ -49,6 +63,8 @@ def test_texts_are_transformers_s(
         cache__enable_prefix_caching=True, model__max_model_len=2048,
     ) as llm:  # fmt: skip
         said = [conversation(*parts, hears=name in SOUND_MODELS) for parts in TURNS]
+        tower = worker_of(llm).runner.model.tower
+        monkeypatch.setattr(tower, "encode", without_waiting(tower.encode))
         outputs, again = llm.chat(said, PARAMS), llm.chat(said, PARAMS)
         device = worker_of(llm).runner.device
         assert isinstance(device, GpuDevice)

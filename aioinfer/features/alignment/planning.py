@@ -98,11 +98,13 @@ class Planning(StepFeature):
         taken = sum(row.use.nbytes for row in rows)
         return wanted if start or taken + use.nbytes <= MAX_ALIGNMENT_BYTES else 0
 
-    def fit(self, use: AlignmentUse, tokens: int, start: int, more: int) -> int:
+    def fit(
+        self, use: AlignmentUse, tokens: int, start: int, more: int, rows: Sequence[Row]
+    ) -> tuple[int, int]:
         """See `StepFeature.fit`: all tokens in one step."""
         if start or use.output is not None:
-            return tokens
-        return use.length if use.length <= tokens + more else 0
+            return tokens, 0
+        return use.length if use.length <= tokens + more else 0, 0
 
     def plan(self, rows: Sequence[Row]) -> Section:
         """See `StepFeature.plan`. The heads are a model's: all rows have the same."""

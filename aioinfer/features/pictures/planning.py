@@ -94,11 +94,25 @@ class Planning(StepFeature):
             step.add(placed, is_cached=is_cached)
         return wanted
 
-    def fit(self, use: PictureUse, tokens: int, start: int, more: int) -> int:
+    def fit(
+        self, use: PictureUse, tokens: int, start: int, more: int, rows: Sequence[Row]
+    ) -> tuple[int, int]:
         """See `StepFeature.fit`: pictures whose tokens attend to each other both ways are computed
-        to their end."""
-        if not use.pictures.is_bidirectional:
-            return tokens
+        to their end. An embedding takes some 0.7 times as long as a prompt token (Qwen3-VL-8B on an
+        H200), and counts as one."""
+        if start >= use.pictures.end:
+            return tokens, 0
+        if use.pictures.is_bidirectional:
+            tokens = self._to_ends(use, tokens, start, more)
+        step = self._needs_of(rows)
+        before = step.embeddings
+        for placed in use.pictures.touched(start, start + tokens):
+            step.add(placed, is_cached=placed.picture.key in self.cache)
+        return tokens, step.embeddings - before
+
+    @staticmethod
+    def _to_ends(use: PictureUse, tokens: int, start: int, more: int) -> int:
+        """Returns of how many tokens all pictures are whole; 0 if not even the first one fits."""
         end = start + tokens
         cut = next((p for p in use.pictures.touched(start, end) if p.end > end), None)
         if cut is None:
@@ -106,17 +120,6 @@ class Planning(StepFeature):
         if cut.start > start:
             return cut.start - start
         return cut.end - start if cut.end - end <= more else 0
-
-    def extra_tokens(self, use: PictureUse, rows: Sequence[Row], start: int, end: int) -> int:
-        """See `StepFeature.extra_tokens`: the embeddings of pictures that the step encodes. One
-        takes some 0.7 times as long as a prompt token (Qwen3-VL-8B on an H200)."""
-        if start >= use.pictures.end:
-            return 0
-        step = self._needs_of(rows)
-        before = step.embeddings
-        for placed in use.pictures.touched(start, end):
-            step.add(placed, is_cached=placed.picture.key in self.cache)
-        return step.embeddings - before
 
     def _needs_of(self, rows: Sequence[Row]) -> _Step:
         step = _Step()

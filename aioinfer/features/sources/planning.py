@@ -76,9 +76,11 @@ class Planning(StepFeature):
         sources = self.host.scheduler().kv_cache.sources
         return sources is None or not sources.has(use.source.key)
 
-    def extra_tokens(self, use: SourceUse, rows: Sequence[Row], start: int, end: int) -> int:
-        """See `StepFeature.extra_tokens`: the tokens of a source that the step encodes."""
-        return use.data.num_tokens if self._is_encoded(use) else 0
+    def fit(
+        self, use: SourceUse, tokens: int, start: int, more: int, rows: Sequence[Row]
+    ) -> tuple[int, int]:
+        """See `StepFeature.fit`: a source takes as long as its tokens."""
+        return tokens, use.data.num_tokens if self._is_encoded(use) else 0
 
     def plan(self, rows: Sequence[Row]) -> Section:
         """See `StepFeature.plan`."""

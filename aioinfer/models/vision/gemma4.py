@@ -24,7 +24,7 @@ from aioinfer.models.vision.format import (
     as_pixels,
     resized,
 )
-from aioinfer.models.vision.tower import Tower, activation, attend, axial_angles, rotated
+from aioinfer.models.vision.tower import Tower, activation, attend, axial_angles, rotated, rotation
 
 _BICUBIC = 3
 _TOWER: Mapping[str, Any] = {
@@ -248,10 +248,8 @@ class _VisionTower(nn.Module):
         x = embedder.input_proj(torch.cat([grid.flatten(0, 1) for grid in grids]))
         x = x + by_column[columns] + by_row[rows]
         theta = (self._config.get("rope_parameters") or {}).get("rope_theta") or 100.0
-        cos, sin = (
-            each.unflatten(2, (2, -1))
-            for each in axial_angles(columns, rows, self._config["head_dim"], theta)
-        )
+        angles = axial_angles(columns, rows, self._config["head_dim"], theta)
+        cos, sin = rotation(angles.unflatten(1, (2, -1)))
         lengths = [math.prod(shape) for shape in shapes]
         for layer in self.encoder.layers:
             x = layer(x, cos, sin, lengths)

@@ -25,7 +25,7 @@ from aioinfer.models.vision.format import (
     resized,
 )
 from aioinfer.models.vision.llava import LlavaProjector
-from aioinfer.models.vision.tower import Tower, activation, attend, rotated
+from aioinfer.models.vision.tower import Tower, activation, attend, rotated, rotation
 
 _BICUBIC = 3
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -168,17 +168,15 @@ class _VisionTower(nn.Module):
         patches = [self.patch_conv(picture[None])[0] for picture in pictures]
         shapes = [each.shape[1:] for each in patches]
         x = self.ln_pre(torch.cat([each.flatten(1).t() for each in patches]))
-        cos, sin = self._angles(shapes, x.device)
+        cos, sin = rotation(self._angles(shapes, x.device))
         lengths = [rows * columns for rows, columns in shapes]
         for layer in self.transformer.layers:
             x = layer(x, cos, sin, lengths)
         return [each.view(*shape, -1) for each, shape in zip(x.split(lengths), shapes, strict=True)]
 
-    def _angles(
-        self, shapes: Sequence[Sequence[int]], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosines and sines [T, 1, head_size / 2]: pairs with even numbers are rotated by
-        the row, with odd ones by the column."""
+    def _angles(self, shapes: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+        """Returns angles [T, head_size / 2]: pairs with even numbers are rotated by the row, with
+        odd ones by the column."""
         exponents = torch.arange(0, self._head_size, 2, dtype=torch.float32, device=device)
         inverse = 1.0 / self._theta ** (exponents / self._head_size)
         places = torch.cat([
@@ -186,10 +184,9 @@ class _VisionTower(nn.Module):
             for shape in shapes
         ]).float()  # fmt: skip
         by_row, by_column = inverse[0::2], inverse[1::2]
-        angles = torch.cat(
+        return torch.cat(
             (torch.outer(places[:, 0], by_row), torch.outer(places[:, 1], by_column)), dim=1
         )
-        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
 class _PatchMerger(nn.Module):

@@ -17,6 +17,7 @@ from aioinfer.models.vision.tower import (
     axial_angles,
     block_patches,
     block_places,
+    rotation,
 )
 
 _EPS = 1e-6
@@ -102,7 +103,7 @@ class Qwen2Tower(Tower):
         ]
         x = self.patch_embed(torch.cat(patches))
         rows, columns = torch.cat(places, dim=1)
-        cos, sin = axial_angles(rows, columns, self._head_size)
+        cos, sin = rotation(axial_angles(rows, columns, self._head_size))
         lengths = [len(each) for each in patches]
         for block in self.blocks:
             x = block(x, cos, sin, lengths)

@@ -18,6 +18,7 @@ from aioinfer.models.vision.tower import (
     axial_angles,
     block_patches,
     block_places,
+    rotation,
 )
 
 _EPS = 1e-6
@@ -87,11 +88,14 @@ class Qwen2_5Tower(Tower):  # noqa: N801
             orders.append(order + sum(lengths) // merge**2)
             windows += [size * merge**2 for size in sizes]
             lengths.append(rows * columns * merge**2)
-        order = torch.cat(orders).to(pixels[0].device)
+        order, device = torch.cat(orders), pixels[0].device
+        if device.type == "cuda":  # a copy from other memory waits for all that was launched
+            order = order.pin_memory()
+        order = order.to(device, non_blocking=True)
         x = self._in_order(self.patch_embed(torch.cat(patches)), order)
         row_places, column_places = torch.cat(places, dim=1)
         angles = axial_angles(row_places, column_places, self._head_size)
-        cos, sin = (self._in_order(each, order) for each in angles)
+        cos, sin = rotation(self._in_order(angles, order))
         for number, block in enumerate(self.blocks):
             x = block(x, cos, sin, lengths if number in self._whole else windows)
         merged = self.merger(x)

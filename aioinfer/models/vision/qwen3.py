@@ -21,6 +21,7 @@ from aioinfer.models.vision.tower import (
     block_patches,
     block_places,
     rotated,
+    rotation,
 )
 
 _EPS = 1e-6
@@ -57,8 +58,9 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(1, (3, self._num_heads, -1)).unbind(1)
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        projected = self.qkv(x).unflatten(1, (3 * self._num_heads, -1))
+        v = projected[:, 2 * self._num_heads :]
+        q, k = rotated(projected[:, : 2 * self._num_heads], cos, sin).chunk(2, dim=1)
         return self.proj(attend(q, k, v, lengths, self._scale))
 
 
@@ -150,7 +152,7 @@ class Qwen3Tower(Tower):
             lengths.append(height * width)
         x = self.patch_embed(torch.cat(patches)) + torch.cat(learned)
         rows, columns = torch.cat(places, dim=1)
-        cos, sin = axial_angles(rows, columns, self._head_size)
+        cos, sin = rotation(axial_angles(rows, columns, self._head_size))
         deep = []
         for number, block in enumerate(self.blocks):
             x = block(x, cos, sin, lengths)

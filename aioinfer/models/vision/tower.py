@@ -49,6 +49,7 @@ class Tower(ReplicatedModule):
         super().__init__()
         self.format = format
         self._hidden_size = hidden_size
+        self._channels: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -57,10 +58,10 @@ class Tower(ReplicatedModule):
 
     def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
         """Returns pixels uint8 [..., 3] as the tower was trained for them, in its dtype."""
-        mean, std = (
-            torch.tensor(each, dtype=torch.float32, device=pixels.device)
-            for each in (self.format.mean, self.format.std)
-        )
+        if self._channels is None:  # once: the copy to a GPU waits for all that was launched
+            channels = self.format.mean, self.format.std
+            self._channels = torch.tensor(channels, dtype=torch.float32, device=pixels.device)
+        mean, std = self._channels
         return pixels.float().mul_(1 / 255).sub_(mean).div_(std).to(self.dtype)
 
     def as_reference(self, normed: torch.Tensor) -> torch.Tensor:
@@ -103,23 +104,30 @@ def attend(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def rotation(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns for `rotated` the factors [T, 1, ..., size] of angles [T, ..., size / 2]: cosines,
+    and sines with the sign that belongs to the first and to the second half of the channels."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Returns x [T, heads, size] rotated, computed in float32; cos and sin are [T, 1, size / 2],
-    channels i and i + size / 2 a pair."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Returns x [T, heads, ..., size] rotated, computed in float32, by factors of `rotation`;
+    channels i and i + size / 2 are a pair."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return torch.addcmul(wide * cos, torch.cat((second, first), dim=-1), sin).to(x.dtype)
 
 
 def axial_angles(
     rows: torch.Tensor, columns: torch.Tensor, head_size: int, theta: float = 10_000.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cosines and sines [T, 1, head_size / 2] of patches at places int64 [T] each: the
-    first half of the pairs is rotated by the row, the second by the column."""
+) -> torch.Tensor:
+    """Returns angles [T, head_size / 2] of patches at places int64 [T] each: the first half of the
+    pairs is rotated by the row, the second by the column."""
     size = head_size // 2
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=rows.device) / size
     inverse = 1.0 / theta**exponents
-    angles = torch.cat([torch.outer(each.float(), inverse) for each in (rows, columns)], dim=1)
-    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    return torch.cat([torch.outer(each.float(), inverse) for each in (rows, columns)], dim=1)
 
 
 def block_places(height: int, width: int, merge: int, device: torch.device) -> torch.Tensor:
