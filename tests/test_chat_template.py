@@ -168,8 +168,9 @@ def test_a_template_that_is_missing_or_wrong_ends_the_start(tokenizer_cache: Pat
         Tokenizer.load(smollm2_folder(tokenizer_cache), tmp_path / "missing.jinja")
     wrong = tmp_path / "wrong.jinja"
     wrong.write_text("{% for m in messages %}\n{{ m. }}\n{% endfor %}", "utf-8")
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache), wrong)
     with pytest.raises(ConfigError, match="not valid Jinja: line 2"):
-        Tokenizer.load(smollm2_folder(tokenizer_cache), wrong)
+        tokenizer.prepare()
 
 
 @pytest.mark.parametrize(

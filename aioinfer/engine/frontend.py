@@ -220,6 +220,8 @@ class Frontend:
         """Loads the tokenizer and the model's defaults for a process without engines: prompts can
         be prepared from now on, and nothing can be submitted. Raises `ConfigError`."""
         await self._threads.run(lambda: self._load_text_side(folder))
+        if self.tokenizer is not None:
+            await self._threads.run(self.tokenizer.prepare)
         self.max_model_len = max_model_len
         self.make_encoder(None)
 
@@ -241,8 +243,13 @@ class Frontend:
     def _load_for_engines(self, folder: Path) -> None:
         """Loads what prompts need, and builds what grammars need: up to 2 s beside the loading of
         the weights, and 0.1 GB for a vocabulary of 150 000. Else the first request with a grammar
-        would have to, and all streams would pause meanwhile."""
+        would have to, and all streams would pause meanwhile.
+
+        The event loop waits for the grammars' table, and the workers would for the loop, once they
+        have loaded their weights. So this comes before the chat template."""
         self._load_text_side(folder).prepare()
+        if self.tokenizer is not None:
+            self.tokenizer.prepare()
 
     def _load_text_side(self, folder: Path) -> RestrictionCompiler:
         """Loads the parts of the model that only this process needs. Returns the compiler of

@@ -12,8 +12,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import tokenizers
@@ -22,12 +23,15 @@ from aioinfer.errors import ConfigError, RequestError
 from aioinfer.text.json_file import read_json
 from aioinfer.text.template_bounds import BoundedText, bound
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 _log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
     """One template, or several by name: then "tool_use" serves requests with tools, and "default"
-    all others.
+    all others. They are compiled by `prepare`, or when the first one is rendered.
 
     Attributes:
         source: the Jinja text, or the texts by name.
@@ -35,36 +39,49 @@ class ChatTemplate:
     """
 
     def __init__(self, templates: str | dict[str, str], special_tokens: Mapping[str, str]):
-        """Compiles the templates.
+        """Takes the templates.
 
         Args:
             templates: the Jinja text, or the texts by name.
             special_tokens: variables that templates may use, such as `{"bos_token": "<s>"}`.
-
-        Raises:
-            ConfigError: a template is not valid Jinja.
         """
-        # takes half a second: the start does it while the workers start
+        self.source = templates
+        self.text = templates if isinstance(templates, str) else "\n".join(templates.values())
+        self._special_tokens = special_tokens
+
+    def prepare(self) -> None:
+        """Imports what renders the templates, half a second, and compiles them. Raises
+        `ConfigError` if one cannot be used, such as one that is not valid Jinja."""
+        try:
+            _ = self._renderer
+        except ConfigError:
+            raise
+        except Exception as error:  # what transformers raises depends on its release
+            raise ConfigError(f"the chat template cannot be used: {error!r}") from error
+
+    @cached_property
+    def _renderer(self) -> PreTrainedTokenizerFast:
         from transformers import PreTrainedTokenizerFast
 
-        self.source = templates
-        texts: Any = (
-            BoundedText(templates)
-            if isinstance(templates, str)
-            else {name: BoundedText(text) for name, text in templates.items()}
-        )
+        templates, texts = self.source, [self.text]
+        bounded: Any = BoundedText(self.text)
+        if not isinstance(templates, str):
+            bounded = {name: BoundedText(text) for name, text in templates.items()}
+            texts = list(templates.values())
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self._renderer = PreTrainedTokenizerFast(
-            tokenizer_object=empty, chat_template=texts, **special_tokens
+        renderer = PreTrainedTokenizerFast(
+            tokenizer_object=empty, chat_template=bounded, **self._special_tokens
         )
-        # The parameters of rendering itself: a request may set variables of the template, but none
-        # of these.
-        self._reserved = frozenset(
-            inspect.signature(self._renderer.apply_chat_template).parameters
-        ) - {"documents"}
-        self.text = templates if isinstance(templates, str) else "\n".join(templates.values())
-        for text in [templates] if isinstance(templates, str) else templates.values():
-            self._compile(BoundedText(text))
+        for text in texts:
+            _compile(renderer, BoundedText(text))
+        return renderer
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """The parameters of rendering itself: a request may set variables of the template, but none
+        of these."""
+        parameters = inspect.signature(self._renderer.apply_chat_template).parameters
+        return frozenset(parameters) - {"documents"}
 
     @classmethod
     def load(
@@ -86,7 +103,7 @@ class ChatTemplate:
             override: a file with a template to use in place of all of these.
 
         Raises:
-            ConfigError: a file cannot be read, or is not valid Jinja.
+            ConfigError: a file cannot be read.
         """
         if override is not None:
             return cls(_read(override), special_tokens)
@@ -159,27 +176,28 @@ class ChatTemplate:
                 logged="the chat template cannot render these messages",
             ) from error
 
-    def _compile(self, text: BoundedText) -> None:
-        """Has transformers compile (and keep) a template, so that a bad one ends the start and no
-        request waits for it."""
-        try:
-            self._renderer.apply_chat_template(
-                [{"role": "user", "content": ""}], chat_template=text, tokenize=False
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
-            ) from error
-        except Exception:  # the template compiles, but needs other messages than this one
-            pass
-        from transformers.utils import chat_template_utils
 
-        # transformers caches compiled templates, and renders the cached one
-        compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
-        if compiled is None:
-            _log.warning("this release of transformers renders chat templates without bounds")
-        else:
-            bound(compiled(text), text)
+def _compile(renderer: PreTrainedTokenizerFast, text: BoundedText) -> None:
+    """Has transformers compile (and keep) a template, so that a bad one ends the start and no
+    request waits for it."""
+    try:
+        renderer.apply_chat_template(
+            [{"role": "user", "content": ""}], chat_template=text, tokenize=False
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+        ) from error
+    except Exception:  # the template compiles, but needs other messages than this one
+        pass
+    from transformers.utils import chat_template_utils
+
+    # transformers caches compiled templates, and renders the cached one
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if compiled is None:
+        _log.warning("this release of transformers renders chat templates without bounds")
+    else:
+        bound(compiled(text), text)
 
 
 def _read(file: Path) -> str:

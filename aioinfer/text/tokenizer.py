@@ -148,6 +148,12 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return self._chat_template is not None
 
+    def prepare(self) -> None:
+        """Prepares the chat template, which the first conversation would have to wait for. Raises
+        `ConfigError` if it cannot be used."""
+        if self._chat_template is not None:
+            self._chat_template.prepare()
+
     def describe(self) -> dict[str, Any]:
         """Returns a description for clients: the special tokens that have a role and their ids, and
         the chat template, or templates by name."""

@@ -325,7 +325,7 @@ class WorkerFeature:
 def extend_layers(config: Config, backend: Backend) -> Extension | None:
     """Returns what a feature adds to the layers of the model that is made next; None for nothing.
     See `WorkerFeature.extend_layers`."""
-    halves = _halves(config.model.features)
+    halves = load_works(config.model.features)
     found = (module.Work.extend_layers(config, backend) for module in halves)
     return next(filter(None, found), None)
 
@@ -467,7 +467,7 @@ class StepWorks:
     def load(cls, rank: Rank, names: Iterable[str] = ()) -> StepWorks:
         """Returns the worker halves of the package's features, and of the features of other
         packages by their `names`. Raises ConfigError."""
-        return cls(module.Work(rank) for module in _halves(names))
+        return cls(module.Work(rank) for module in load_works(names))
 
     def of(self, plan: StepPlan, *, samples: bool = True) -> StepCalls:
         """Returns the calls of the features that a plan concerns, where the rank does not sample of
@@ -537,7 +537,7 @@ class StepWorks:
         return [each for each in found if each is not None]
 
 
-def _halves(names: Iterable[str]) -> Sequence[Any]:
+def load_works(names: Iterable[str]) -> Sequence[Any]:
     """Returns the modules of all worker halves, with those of other packages by their `names`."""
     return importlib.import_module("aioinfer.features").load_halves("worker", tuple(names))
 

@@ -6,12 +6,15 @@ module, since its import changes the process.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import threading
 
 from aioinfer.worker.compilers import hash_compiler, may_compile
 from aioinfer.worker.process import name_process, set_library_defaults
+
+gc.disable()  # as in `cli.serve`
 
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
 # `worker.process.main`), and the parent learns from this process how they ended.
@@ -38,5 +41,8 @@ if may_compile():
     import triton.compiler  # noqa: F401
 
     hashing.join()  # threads end with a fork
+
+gc.freeze()  # nor need workers look at it
+gc.enable()
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on the parent may have workers

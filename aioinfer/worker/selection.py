@@ -4,7 +4,9 @@ and arithmetic, and of the KV cache.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +54,23 @@ def select_device(
             f"{' or '.join(above_one)}"
         )
     return torch.device("cuda", engine * size + rank)
+
+
+def begin_context(device: torch.device) -> None:
+    """Has the driver make its context of a GPU, a third of a second, in a thread that does not hold
+    the interpreter; PyTorch takes the same one. Where that fails, PyTorch says why."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch does before the driver starts
+
+    def make() -> None:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(number), device.index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+
+    threading.Thread(target=make, name="context", daemon=True).start()
 
 
 def set_up_device(config: Config, device: torch.device, engine_size: int) -> str:

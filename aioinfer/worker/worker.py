@@ -33,7 +33,7 @@ from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.called_worker import CalledWorker
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
-from aioinfer.worker.features import Rank, StepWorks, extend_layers
+from aioinfer.worker.features import Rank, StepWorks, extend_layers, load_works
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
 from aioinfer.worker.memory import (
@@ -49,6 +49,7 @@ from aioinfer.worker.pinned_memory import GpuTransfers
 from aioinfer.worker.rank_memory import make_rank_memory
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.selection import (
+    begin_context,
     select_cache_dtype,
     select_device,
     select_dtype,
@@ -188,11 +189,14 @@ class Worker(CalledWorker):
             ConfigError: the model cannot be loaded with this configuration, or memory is too short.
         """
         config, peers = self._config, self._peers
+        if self.device.type == "cuda":
+            begin_context(self.device)
+        model_config = load_model_config(self._folder, config.model)  # imports all families
+        self.vocab_size = model_config.vocab_size
+        load_works(config.model.features)
         device_name = set_up_device(config, self.device, peers.groups.spec.world_size)
         if self.device.type == "cuda":
             threading.Thread(target=prepare_compiler, name="compiler", daemon=True).start()
-        model_config = load_model_config(self._folder, config.model)
-        self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(
             self.device,
