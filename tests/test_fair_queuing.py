@@ -63,23 +63,14 @@ def test_one_request_passes_a_thousand_of_another_flow() -> None:
     assert [queue.serve() for _ in range(989)] == thousand[11:]
 
 
-def test_shares_follow_the_weights() -> None:
+@pytest.mark.parametrize(("prompt", "other", "share"), [(10, Flow("b", 3.0), 3), (90, B, 100 / 20)])
+def test_shares_follow_weights_and_lengths(prompt: int, other: Flow, share: float) -> None:
     queue = Queue()
-    heavy = Flow("heavy", 3.0)
     for _ in range(400):
-        queue.arrive(A)
-        queue.arrive(heavy)
+        queue.arrive(A, prompt)
+        queue.arrive(other, 10)
     served = Counter(queue.serve().flow.name for _ in range(400))
-    assert served["heavy"] == pytest.approx(300, abs=2)
-
-
-def test_long_requests_count_for_more() -> None:
-    queue = Queue()
-    for _ in range(300):
-        queue.arrive(A, prompt=90)
-        queue.arrive(B, prompt=10)
-    served = Counter(queue.serve().flow.name for _ in range(300))
-    assert served["b"] / served["a"] == pytest.approx(100 / 20, rel=0.05)
+    assert served["b"] / served["a"] == pytest.approx(share, rel=0.03)
 
 
 def test_a_flow_that_rested_saves_nothing_up() -> None:

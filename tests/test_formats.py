@@ -235,37 +235,26 @@ def test_the_tokens_tell_the_format_where_the_template_shows_no_tools() -> None:
     assert message_format("<tool_call>", {LFM: 10}).name == "hermes"
 
 
-@pytest.mark.parametrize(
-    ("text", "in_thought", "expected"),
-    [
-        ("<|channel>thought\nHm.<channel|>Yes", False, ("Yes", "Hm.", [])),
-        ("Hm.\n<channel|>Yes", True, ("Yes", "Hm.", [])),
-        ("<|channel>thought\n<channel|>Yes", False, ("Yes", "", [])),
-        (
-            f"<|channel>thought\nHm.<channel|>{GEM}call:add{{a:1}}{GEM_END}",
-            False,
-            ("", "Hm.", [ADD]),
-        ),
-    ],
-)
-def test_thoughts_in_a_channel(text: str, in_thought: bool, expected: Message) -> None:
-    format = make("gemma", "channel")
-    assert read(format, [text], in_thought=in_thought) == expected
-    assert read(format, list(text), in_thought=in_thought) == expected
+CHANNEL, THINK = ("gemma", "channel"), ("hermes", "think")
 
 
 @pytest.mark.parametrize(
-    ("text", "in_thought", "expected"),
+    ("formats", "text", "in_thought", "expected"),
     [
-        ("<think>\nHm.\n</think>\n\nYes \n", False, ("Yes \n", "Hm.", [])),
-        ("Hm.\n</think>\n\nYes", True, ("Yes", "Hm.", [])),
-        ("Hm. ", True, ("", "Hm.", [])),
-        ("  Yes <think>", False, ("  Yes <think>", "", [])),
-        (f"<think>{HERMES}</think>{HERMES}", False, ("", HERMES, [ADD])),
+        (CHANNEL, "<|channel>thought\nHm.<channel|>Yes", False, ("Yes", "Hm.", [])),
+        (CHANNEL, "Hm.\n<channel|>Yes", True, ("Yes", "Hm.", [])),
+        (CHANNEL, "<|channel>thought\n<channel|>Yes", False, ("Yes", "", [])),
+        (CHANNEL, f"<|channel>thought\nHm.<channel|>{GEM}call:add{{a:1}}{GEM_END}", False,
+         ("", "Hm.", [ADD])),
+        (THINK, "<think>\nHm.\n</think>\n\nYes \n", False, ("Yes \n", "Hm.", [])),
+        (THINK, "Hm.\n</think>\n\nYes", True, ("Yes", "Hm.", [])),
+        (THINK, "Hm. ", True, ("", "Hm.", [])),
+        (THINK, "  Yes <think>", False, ("  Yes <think>", "", [])),
+        (THINK, f"<think>{HERMES}</think>{HERMES}", False, ("", HERMES, [ADD])),
     ],
-)
-def test_thoughts(text: str, in_thought: bool, expected: Message) -> None:
-    format = make("hermes", "think")
+)  # fmt: skip
+def test_thoughts(formats: tuple[str, str], text: str, in_thought: bool, expected: Message) -> None:
+    format = make(*formats)
     assert read(format, [text], in_thought=in_thought) == expected
     assert read(format, list(text), in_thought=in_thought) == expected
 

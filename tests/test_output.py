@@ -29,17 +29,20 @@ def make_output(n: int = 1) -> tuple[RequestOutput, list[RequestOutput]]:
     return RequestOutput("test", [1, 2], SamplingParams(n=n), aborted.append), aborted
 
 
+def fields_of(deltas: list[Delta]) -> list[tuple[int, str, list[int], str | None]]:
+    return [(d.index, d.text, d.token_ids, d.finish_reason) for d in deltas]
+
+
+BOTH = [(0, "ab", [1, 2], "stop"), (1, "xy", [7, 8], "length")]
+
+
 async def test_unfetched_deltas_merge_by_sequence():
     output, _ = make_output(2)
     output.put(Delta(0, "a", [1]))
     output.put(Delta(1, "x", [7]))
     output.put(Delta(0, "b", [2], finish_reason="stop"))
     output.put(Delta(1, "y", [8], finish_reason="length"))
-    deltas = [d async for d in output]
-    assert [(d.index, d.text, d.token_ids, d.finish_reason) for d in deltas] == [
-        (0, "ab", [1, 2], "stop"),
-        (1, "xy", [7, 8], "length"),
-    ]
+    assert fields_of([d async for d in output]) == BOTH
 
 
 async def test_a_reader_wakes_when_a_delta_comes():
@@ -61,10 +64,7 @@ async def test_collecting_returns_all_of_each_sequence_at_its_end():
     await asyncio.sleep(0)
     assert not reader.done()
     output.put(Delta(0, "b", [2], [TokenLogprob(2, -0.5, [])], finish_reason="stop"))
-    assert [(d.index, d.text, d.token_ids, d.finish_reason) for d in await reader] == [
-        (0, "ab", [1, 2], "stop"),
-        (1, "xy", [7, 8], "length"),
-    ]
+    assert fields_of(await reader) == BOTH
 
 
 async def test_collecting_raises_the_error_that_ends_the_request():

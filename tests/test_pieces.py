@@ -39,30 +39,19 @@ def tokenizer(request: pytest.FixtureRequest, tokenizer_cache: Path) -> ModelTok
     return ModelTokenizer.load(FOLDERS[request.param](tokenizer_cache))
 
 
+@pytest.mark.parametrize("is_escaped", [False, True])
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=60).map("".join), st.integers(1, 20))
 def test_the_tokens_of_the_pieces_are_those_of_the_text(
-    tokenizer: ModelTokenizer, text: str, size: int
+    is_escaped: bool, tokenizer: ModelTokenizer, text: str, size: int
 ) -> None:
-    cutter = tokenizer.pieces
+    cutter = tokenizer.escaped_pieces if is_escaped else tokenizer.pieces
     assert cutter is not None
     cut = list(cutter.cut(text, size))
     assert "".join(cut) == text
-    encoded = [token for piece in cut for token in tokenizer.encode(piece, False)]
-    assert cutter.prefix + encoded + cutter.suffix == tokenizer.encode(text)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(PARTS), max_size=60).map("".join), st.integers(1, 20))
-def test_the_pieces_of_a_escaped_text_give_its_tokens(
-    tokenizer: ModelTokenizer, text: str, size: int
-) -> None:
-    cutter = tokenizer.escaped_pieces
-    assert cutter is not None
-    cut = list(cutter.cut(text, size))
-    assert "".join(cut) == text
-    encoded = [token for piece in cut for token in tokenizer.encode(piece, is_escaped=True)]
-    assert encoded == tokenizer.encode(text, is_escaped=True)
+    encoded = [t for piece in cut for t in tokenizer.encode(piece, False, is_escaped=is_escaped)]
+    whole = tokenizer.encode(text, not is_escaped, is_escaped=is_escaped)
+    assert cutter.prefix + encoded + cutter.suffix == whole
 
 
 def test_a_text_without_spaces_is_cut_between_letters_and_marks() -> None:

@@ -29,18 +29,11 @@ def thought(text: str) -> dict[str, Any]:
 CALL = {"type": "function_call", "name": "f", "call_id": "c", "arguments": '{"a": 1'}
 
 
-def test_all_thoughts_of_an_answer_stay_in_it() -> None:
+def test_all_thoughts_before_and_behind_an_answer_stay_in_it() -> None:
     said = {"type": "message", "role": "assistant", "content": "Hi"}
-    assert messages(thought("One."), thought(""), thought("Two."), said) == [
-        {"role": "assistant", "content": "Hi", "reasoning_content": "One.\nTwo."}
-    ]
-
-
-def test_all_thoughts_of_a_generated_message_are_stored() -> None:
-    said = {"type": "message", "role": "assistant", "content": "Hi"}
-    assert messages(thought("One."), said, thought("Two.")) == [
-        {"role": "assistant", "content": "Hi", "reasoning_content": "One.\nTwo."}
-    ]
+    found = {"role": "assistant", "content": "Hi", "reasoning_content": "One.\nTwo."}
+    assert messages(thought("One."), thought(""), thought("Two."), said) == [found]
+    assert messages(thought("One."), said, thought("Two.")) == [found]
 
 
 def test_each_item_has_an_id_of_its_own() -> None:

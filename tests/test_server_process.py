@@ -94,6 +94,11 @@ class Loading:
     async def close(self) -> None:
         self.closed.set()
 
+    async def end(self) -> None:
+        """Returns when the server has said that the model is ready."""
+        self.may_end.set()
+        await asyncio.wait_for(self.announced.wait(), 10)
+
 
 @asynccontextmanager
 async def serving(
@@ -151,8 +156,7 @@ async def test_until_the_model_is_loaded_requests_are_answered_503(
         async with http.post("/v1/completions", json={"prompt": "x" * 100_000}) as response:
             assert response.status == 503
         assert not loading.announced.is_set()
-        loading.may_end.set()
-        await asyncio.wait_for(loading.announced.wait(), 10)
+        await loading.end()
         for path in ("/health", "/health/ready", "/health/live", "/version"):
             assert await status_of(http, path) == (200, None)
 
@@ -170,8 +174,7 @@ async def test_after_a_signal_requests_are_answered_for_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, http, task):
-        loading.may_end.set()
-        await asyncio.wait_for(loading.announced.wait(), 10)
+        await loading.end()
         os.kill(os.getpid(), signal.SIGTERM)
         await until_not_ready(http)
         assert await status_of(http, "/health/ready") == (503, "not_ready")
@@ -183,8 +186,7 @@ async def test_after_a_signal_requests_are_answered_for_a_time(
 
 async def test_the_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch, shutdown_delay_s=0.2) as (loading, _, task):
-        loading.may_end.set()
-        await asyncio.wait_for(loading.announced.wait(), 10)
+        await loading.end()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(task, 10) == 0
         assert loading.closed.is_set()
@@ -194,8 +196,7 @@ async def test_behind_the_delay_kept_connections_are_answered_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(monkeypatch, shutdown_delay_s=0.3) as (loading, http, task):
-        loading.may_end.set()
-        await asyncio.wait_for(loading.announced.wait(), 10)
+        await loading.end()
         assert await status_of(http, "/version") == (200, None)
         os.kill(os.getpid(), signal.SIGTERM)
         while (status := await status_of(http, "/version")) == (200, None):  # noqa: ASYNC110  # its own pace
@@ -206,8 +207,7 @@ async def test_behind_the_delay_kept_connections_are_answered_once_more(
 
 async def test_a_second_signal_ends_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, http, task):
-        loading.may_end.set()
-        await asyncio.wait_for(loading.announced.wait(), 10)
+        await loading.end()
         os.kill(os.getpid(), signal.SIGTERM)
         await until_not_ready(http)
         assert not task.done()
@@ -274,8 +274,7 @@ async def test_the_end_of_an_outer_application_ends_a_pause(
 async def test_death_during_the_delay_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "_DEATH_NOTICE_S", 0.0)
     async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, _, task):
-        loading.may_end.set()
-        await asyncio.wait_for(loading.announced.wait(), 10)
+        await loading.end()
         os.kill(os.getpid(), signal.SIGTERM)
         loading.dead.set()
         assert await asyncio.wait_for(task, 10) == 1

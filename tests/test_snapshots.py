@@ -45,6 +45,11 @@ def kept(harness: Harness, tokens: list[int]) -> list[int]:
     return [n for n, block_hash in enumerate(request.block_hashes, 1) if pool.has(block_hash)]
 
 
+def sharing(number: int) -> list[Request]:
+    """Returns requests whose prompts differ behind `SHARED`."""
+    return [make_request(str(n), [*SHARED, *[70 + n] * 9], 3) for n in range(number)]
+
+
 # ---------------------------------------------------------------- which are kept
 
 
@@ -121,9 +126,7 @@ def test_what_waiting_prompts_share_is_computed_once(
     groups: tuple[KVGroup, ...], budget: int
 ) -> None:
     harness = make_harness(groups, token_budget=budget, prefill_cap=budget)
-    requests = [make_request(str(n), [*SHARED, *[70 + n] * 9], 3) for n in range(8)]
-    found = run(harness, *requests)
-    assert found == [0, *[64] * 7]
+    assert run(harness, *sharing(8)) == [0, *[64] * 7]
 
 
 def test_equal_prompts_of_one_plan_do_not_share_a_state_that_it_computes() -> None:
@@ -135,7 +138,7 @@ def test_equal_prompts_of_one_plan_do_not_share_a_state_that_it_computes() -> No
 
 def test_a_request_does_not_wait_for_one_that_was_aborted() -> None:
     harness = make_harness(token_budget=8, prefill_cap=8)
-    first, second = (make_request(str(n), [*SHARED, *[70 + n] * 9], 3) for n in range(2))
+    first, second = sharing(2)
     harness.add(first, second)
     harness.step()
     harness.scheduler.finish(first, "abort")
@@ -146,7 +149,7 @@ def test_a_request_does_not_wait_for_one_that_was_aborted() -> None:
 
 def test_another_salt_waits_for_nothing() -> None:
     harness = make_harness(token_budget=16, prefill_cap=16)
-    first, second = (make_request(str(n), [*SHARED, *[70 + n] * 9], 3) for n in range(2))
+    first, second = sharing(2)
     second.hash_root = root_hash(b"another")
     assert run(harness, first, second) == [0, 0]
 
@@ -154,9 +157,7 @@ def test_another_salt_waits_for_nothing() -> None:
 def test_others_are_not_held_up_by_many_that_wait_for_a_state() -> None:
     """A plan looks at as many of them as there are slots."""
     harness = make_harness(max_num_seqs=4, token_budget=8, prefill_cap=8)
-    requests = [make_request(str(n), [*SHARED, *[70 + n] * 9], 3) for n in range(30)]
-    found = run(harness, *requests)
-    assert found == [0, *[64] * 29]
+    assert run(harness, *sharing(30)) == [0, *[64] * 29]
 
 
 # ---------------------------------------------------------------- eviction

@@ -81,15 +81,20 @@ def start(*arguments: Any, options: Sequence[str] = ONE_HOST) -> subprocess.Pope
     )
 
 
-def test_a_script_of_two_ranks(tmp_path: Path, folder: Path) -> None:
-    """The first goes on behind `LLM`, the other does not; the tokens are those of one worker."""
-    script = tmp_path / "script.py"
+def run_alone(script: Path, folder: Path) -> list[str]:
+    """Returns what the script says in one process."""
     alone = SETTINGS | {"parallel.tensor_parallel_size": 1}
     script.write_text(textwrap.dedent(SCRIPT).format(settings=alone, prompt=PROMPT))
-    single = subprocess.run(
+    return subprocess.run(
         [sys.executable, script, folder], capture_output=True, text=True, check=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ).stdout.splitlines()  # fmt: skip
+
+
+def test_a_script_of_two_ranks(tmp_path: Path, folder: Path) -> None:
+    """The first goes on behind `LLM`, the other does not; the tokens are those of one worker."""
+    script = tmp_path / "script.py"
+    single = run_alone(script, folder)
     script.write_text(textwrap.dedent(SCRIPT).format(settings=SETTINGS, prompt=PROMPT))
     before = meeting_places()
     process = start(script, folder)
@@ -193,12 +198,7 @@ def test_a_script_on_two_hosts(tmp_path: Path) -> None:
     """Stages on two hosts, each of two ranks: the tokens are those of one worker."""
     folder = tiny_model("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
     script = tmp_path / "script.py"
-    alone = SETTINGS | {"parallel.tensor_parallel_size": 1}
-    script.write_text(textwrap.dedent(SCRIPT).format(settings=alone, prompt=PROMPT))
-    single = subprocess.run(
-        [sys.executable, script, folder], capture_output=True, text=True, check=True, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ).stdout.splitlines()  # fmt: skip
+    single = run_alone(script, folder)
     staged = SETTINGS | {"parallel.pipeline_parallel_size": 2}
     script.write_text(textwrap.dedent(SCRIPT).format(settings=staged, prompt=PROMPT))
     before = meeting_places()
