@@ -20,43 +20,27 @@ Change = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
 
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 _SHAPE = {
-    "vocab_size": len(TOKENS),
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 3,
-    "eos_token_id": 4,
-    "pad_token_id": 5,
-    "initializer_range": 0.2,
-}
+    "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 5, "initializer_range": 0.2,
+}  # fmt: skip
 #: What is particular to an architecture, none of it at transformers' default.
 _FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 8,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 10.0,
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8,
+        "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0,
     },
     "gemma3": {
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 8,
-        "num_hidden_layers": 7,
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 7,
     },
     "phi3": {"sliding_window": 8},
     "granite": {
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
         "logits_scaling": 4.0,
     },
     "glm4": {"head_dim": 16, "attention_bias": True},
     "qwen3": {"head_dim": 32},
-}
+}  # fmt: skip
 #: Metadata keys, beyond those of all architectures, and the fields of `config.json` they hold.
 _KEYS = {
     "attention.sliding_window": "sliding_window",

@@ -50,16 +50,10 @@ def admission(
 @pytest.mark.parametrize(
     ("running", "waiting", "bound", "room"),
     [
-        (4, 0, 3, 3),
-        (4, 2, 3, 1),
-        (4, 3, 3, 0),
-        (4, 9, 3, 0),
-        (2, 0, 3, 5),
-        (2, 1, 3, 4),
-        (0, 0, 0, 4),
-        (4, 0, 0, 0),
+        (4, 0, 3, 3), (4, 2, 3, 1), (4, 3, 3, 0), (4, 9, 3, 0), (2, 0, 3, 5), (2, 1, 3, 4),
+        (0, 0, 0, 4), (4, 0, 0, 0),
     ],
-)
+)  # fmt: skip
 def test_free_slots_are_room_beyond_the_bound(
     running: int, waiting: int, bound: int, room: int
 ) -> None:

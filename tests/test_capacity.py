@@ -27,16 +27,9 @@ FULL, WINDOW = KVGroup(AttentionSpec(1, 1), (0,)), KVGroup(AttentionSpec(1, 1, 3
 
 def report(*num_blocks: int, groups: tuple[KVGroup, ...] = (FULL,)) -> LoadReport:
     return LoadReport(
-        device="cpu",
-        dtype="float32",
-        weights_bytes=1,
-        block_size=16,
-        groups=groups,
-        block_bytes=(7, 3)[: len(groups)],
-        num_blocks=num_blocks,
-        model_max_len=1000,
-        vocab_size=9,
-    )
+        device="cpu", dtype="float32", weights_bytes=1, block_size=16, groups=groups,
+        block_bytes=(7, 3)[: len(groups)], num_blocks=num_blocks, model_max_len=1000, vocab_size=9,
+    )  # fmt: skip
 
 
 def test_the_rank_with_the_least_memory_decides() -> None:

@@ -43,15 +43,10 @@ class Cluster:
         self.router.report(
             str(replica),
             Report(
-                ReplicaLoad(**(usual | load)),
-                added or [],
-                removed or [],
-                BLOCK,
-                is_first,
-                is_leaving,
-                of_snapshots,
+                ReplicaLoad(**(usual | load)), added or [], removed or [], BLOCK, is_first,
+                is_leaving, of_snapshots,
             ),
-        )
+        )  # fmt: skip
 
     def route(self, length: int, known: list[bytes] | None = None, **more: object) -> Choice:
         choice = self.router.route(length, known or [], **more)  # type: ignore[arg-type]

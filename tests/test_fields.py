@@ -35,18 +35,13 @@ WHOLE: dict[str, Any] = {
 }  # fmt: skip
 ROPE: dict[str, list[Any]] = {
     "rope_type": ["default", "linear", "llama3", "yarn", "dynamic", "longrope", "su", "mrope"],
-    "rope_theta": [10_000.0, 2],
-    "factor": [1.0, 8.0],
-    "low_freq_factor": [1.0, 4.0],
+    "rope_theta": [10_000.0, 2], "factor": [1.0, 8.0], "low_freq_factor": [1.0, 4.0],
     "high_freq_factor": [4.0],
     "original_max_position_embeddings": [1, 64, 1024],
     "short_factor": [[1.0] * 4, [1.0] * 2, [2.0]],
     "long_factor": [[2.0] * 4, [2.0] * 2, []],
-    "attention_factor": [1.0],
-    "beta_fast": [32],
-    "mscale": [0, 1.0],
-    "mscale_all_dim": [0.7],
-}
+    "attention_factor": [1.0], "beta_fast": [32], "mscale": [0, 1.0], "mscale_all_dim": [0.7],
+}  # fmt: skip
 WRONG = st.one_of(
     st.sampled_from(
         [

@@ -229,13 +229,9 @@ def assert_over(search: Search) -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_forks_read_their_own_keys(block_size, prefix_caching, depth, chains):
     harness = ForkHarness(
-        chains=chains,
-        depth=depth,
-        block_size=block_size,
-        num_blocks=1024 // block_size,
-        max_num_seqs=16,
-        prefix_caching=prefix_caching,
-    )
+        chains=chains, depth=depth, block_size=block_size, num_blocks=1024 // block_size,
+        max_num_seqs=16, prefix_caching=prefix_caching,
+    )  # fmt: skip
     others = [make_request(str(i), list(range(i, i + 9)), 20) for i in range(3)]
     searches = [Search(f"s{i}", list(range(7 + i)), 12, 2 + i) for i in range(3)]
     harness.add(*others)

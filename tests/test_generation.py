@@ -93,16 +93,12 @@ def anthropic_writer() -> ChoiceWriter:
 @pytest.mark.parametrize(
     "make",
     [
-        text_writer,
-        lambda: text_writer(return_token_ids=True),
-        lambda: text_writer(stream_options=USAGE),
-        lambda: chat_writer(store=True),
-        chat_writer,
-        lambda: chat_writer(return_token_ids=True),
-        lambda: chat_writer(parses=False),
+        text_writer, lambda: text_writer(return_token_ids=True),
+        lambda: text_writer(stream_options=USAGE), lambda: chat_writer(store=True), chat_writer,
+        lambda: chat_writer(return_token_ids=True), lambda: chat_writer(parses=False),
         anthropic_writer,
     ],
-)
+)  # fmt: skip
 def test_frames_hold_the_events_of_deltas(make: Callable[[], ChoiceWriter]) -> None:
     by_delta, by_frame = make(), make()
     for token, text in enumerate(TOKENS):

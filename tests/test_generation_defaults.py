@@ -14,15 +14,11 @@ from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import smollm2_folder
 
 QWEN3 = {
-    "bos_token_id": 151643,
-    "do_sample": True,
+    "bos_token_id": 151643, "do_sample": True,
     "eos_token_id": [151645, 151643],
-    "pad_token_id": 151643,
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.95,
+    "pad_token_id": 151643, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
     "transformers_version": "4.51.0",
-}
+}  # fmt: skip
 
 
 def write(folder: Path, **files: object) -> Path:

@@ -32,13 +32,9 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def convert(file: Path) -> Path:

@@ -69,23 +69,11 @@ def test_metadata_of_every_type(tmp_path: Path):
     writer.add_array("flags", [True, False])
     file = write(path, writer)
     assert file.metadata == {
-        "general.architecture": "llama",
-        "u8": 200,
-        "i8": -100,
-        "u16": 60_000,
-        "i16": -30_000,
-        "u32": 4_000_000_000,
-        "i32": -2_000_000_000,
-        "u64": 2**63,
-        "i64": -(2**62),
-        "f32": 1e-6,
-        "f64": 1e-300,
-        "yes": True,
-        "text": "▁世界",
-        "texts": ["a", "", "é"],
-        "numbers": [1, -2, 3],
+        "general.architecture": "llama", "u8": 200, "i8": -100, "u16": 60_000, "i16": -30_000,
+        "u32": 4_000_000_000, "i32": -2_000_000_000, "u64": 2**63, "i64": -(2**62), "f32": 1e-6,
+        "f64": 1e-300, "yes": True, "text": "▁世界", "texts": ["a", "", "é"], "numbers": [1, -2, 3],
         "flags": [True, False],
-    }
+    }  # fmt: skip
 
 
 def test_a_file_with_an_alignment_of_its_own(tmp_path: Path):
@@ -123,16 +111,12 @@ def test_values_of_any_rows_are_those_of_the_gguf_package(
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"GGUF",
-        b"not a model at all",
-        b"GGUF" + bytes(range(60)),
+        b"", b"GGUF", b"not a model at all", b"GGUF" + bytes(range(60)),
         b"GGUF" + (99).to_bytes(4, "little") + bytes(16),
-        b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (2**60).to_bytes(8, "little"),
-        None,
+        b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (2**60).to_bytes(8, "little"), None,
     ],
     ids=["empty", "magic", "text", "noise", "version", "2**60 fields", "cut off"],
-)
+)  # fmt: skip
 def test_files_that_are_not_gguf(tmp_path: Path, content: bytes | None):
     if content is None:  # a download that was cut off
         source = random_model("llama", tmp_path / "source")

@@ -135,15 +135,11 @@ def test_smollm2_splits_digits_off_the_space_before_them(tokenizer_cache: Path):
 @pytest.mark.parametrize(
     ("pre", "pattern"),
     [
-        ("gpt-2", GPT2_PATTERN),
-        ("qwen2", QWEN_PATTERN),
-        ("llama-bpe", LLAMA3_PATTERN),
-        ("dbrx", LLAMA3_PATTERN),
-        ("glm4", LLAMA3_PATTERN),
-        ("tekken", None),
+        ("gpt-2", GPT2_PATTERN), ("qwen2", QWEN_PATTERN), ("llama-bpe", LLAMA3_PATTERN),
+        ("dbrx", LLAMA3_PATTERN), ("glm4", LLAMA3_PATTERN), ("tekken", None),
     ],
     ids=["gpt-2", "qwen2", "llama-bpe", "dbrx", "glm4", "tekken"],
-)
+)  # fmt: skip
 def test_pre_tokenizers_split_as_their_models_do(
     tmp_path: Path, ranks: dict[bytes, int], pre: str, pattern: str | None
 ):

@@ -117,22 +117,15 @@ def test_a_list_that_is_given_twice():
 @pytest.mark.parametrize(
     "raw",
     [
-        b"[" * 200_000,
-        b'{"prompt": [' + b"1," * 100_000,
-        b'{"prompt": [' + b"1," * 100_000 + b"1]",
-        b'{"prompt": [[' + b"1," * 100_000 + b"1]",
-        b'{"prompt": [[' + b"1," * 100_000 + b"1]}",
-        b'{"prompt": ' + b"1," * 100_000 + b"1]}",
-        b'{"prompt": "' + b"x" * 100_000,
-        b'"' + b"x" * 100_000 + b'"',
-        b"[" + b"1," * 100_000 + b"1]",
-        b"{" + b'"a"' * 100_000 + b"}",
-        b"\\" * 100_000,
-        b"\x00" * 100_000,
-        b"}" * 100_000,
+        b"[" * 200_000, b'{"prompt": [' + b"1," * 100_000,
+        b'{"prompt": [' + b"1," * 100_000 + b"1]", b'{"prompt": [[' + b"1," * 100_000 + b"1]",
+        b'{"prompt": [[' + b"1," * 100_000 + b"1]}", b'{"prompt": ' + b"1," * 100_000 + b"1]}",
+        b'{"prompt": "' + b"x" * 100_000, b'"' + b"x" * 100_000 + b'"',
+        b"[" + b"1," * 100_000 + b"1]", b"{" + b'"a"' * 100_000 + b"}", b"\\" * 100_000,
+        b"\x00" * 100_000, b"}" * 100_000,
     ],
     ids=lambda raw: raw[:14].decode(),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 def test_large_bodies_that_are_no_objects(kind, raw):
     with pytest.raises(RequestError):
@@ -142,14 +135,10 @@ def test_large_bodies_that_are_no_objects(kind, raw):
 @pytest.mark.parametrize(
     ("wrong", "where"),
     [
-        (b"-1", b"prompt"),
-        (b"1.5", b"prompt"),
-        (b"null", b"prompt"),
-        (b"{}", b"prompt"),
-        (b"", b"JSON"),
-        (b"99999999999", b"prompt"),
+        (b"-1", b"prompt"), (b"1.5", b"prompt"), (b"null", b"prompt"), (b"{}", b"prompt"),
+        (b"", b"JSON"), (b"99999999999", b"prompt"),
     ],
-)
+)  # fmt: skip
 def test_errors_are_the_same(wrong, where):
     numbers = json.dumps(ids(60_000))[1:-1].encode()
     raw = b'{"prompt": [' + numbers + b"," + wrong + b"," + numbers + b'], "n": 1}'

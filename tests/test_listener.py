@@ -186,14 +186,10 @@ async def test_accepting_goes_on_when_descriptors_come_back(
 @pytest.mark.parametrize(
     ("soft", "hard", "raised", "expected"),
     [
-        (1024, 20_000, 8448, 8192),
-        (1024, 4096, 4096, 3840),
-        (1024, -1, 8448, 8192),
-        (-1, -1, None, 8192),
-        (65536, 65536, None, 8192),
-        (100, 100, 100, 1),
+        (1024, 20_000, 8448, 8192), (1024, 4096, 4096, 3840), (1024, -1, 8448, 8192),
+        (-1, -1, None, 8192), (65536, 65536, None, 8192), (100, 100, 100, 1),
     ],
-)
+)  # fmt: skip
 def test_the_limit_of_descriptors_is_raised(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, expected: int
 ) -> None:

@@ -48,13 +48,9 @@ OF_BUCKET = re.compile(r'(.*_bucket){(.*,)le="(.*?)",(.*)} (.*)')
 
 #: What the HTTP server itself holds, refuses and ends.
 OF_SERVER = {
-    "aioinfer:open_connections",
-    "aioinfer:asyncio_tasks",
-    "aioinfer:connection_rejections",
-    "aioinfer:connections_closed_for_room",
-    "aioinfer:client_timeouts",
-    "aioinfer:http_errors",
-}
+    "aioinfer:open_connections", "aioinfer:asyncio_tasks", "aioinfer:connection_rejections",
+    "aioinfer:connections_closed_for_room", "aioinfer:client_timeouts", "aioinfer:http_errors",
+}  # fmt: skip
 
 
 def make_request(slot: int = 0, prompt_len: int = 3, num_output: int = 0) -> Request:

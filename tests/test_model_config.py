@@ -181,16 +181,10 @@ GRANITE = {
 #: What published models have beside `BASE`, and what is read: the rest has a family's defaults.
 PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma-2-2b": (
-        "Gemma2",
-        {"rope_theta": 10_000.0},
+        "Gemma2", {"rope_theta": 10_000.0},
         {
-            "activation": "gelu_pytorch_tanh",
-            "head_size": 256,
-            "scale": 1 / 16,
-            "soft_cap": 50.0,
-            "logit_soft_cap": 30.0,
-            "tied_embeddings": True,
-            "head_norms": False,
+            "activation": "gelu_pytorch_tanh", "head_size": 256, "scale": 1 / 16, "soft_cap": 50.0,
+            "logit_soft_cap": 30.0, "tied_embeddings": True, "head_norms": False,
             "rope": RopeConfig(10_000.0, "default", ROPE),
             "local_rope": RopeConfig(10_000.0, "default", ROPE),
         },
@@ -199,60 +193,36 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3",
         {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
         {
-            "activation": "gelu_pytorch_tanh",
-            "head_size": 256,
-            "scale": 1 / 16,
-            "soft_cap": 0.0,
-            "logit_soft_cap": 0.0,
-            "tied_embeddings": True,
-            "head_norms": True,
-            "max_len": 2048,
+            "activation": "gelu_pytorch_tanh", "head_size": 256, "scale": 1 / 16, "soft_cap": 0.0,
+            "logit_soft_cap": 0.0, "tied_embeddings": True, "head_norms": True, "max_len": 2048,
             "rope": RopeConfig(1e6, "linear", {"factor": 8.0, **ROPE}),
             "local_rope": RopeConfig(1e4, "default", ROPE),
         },
     ),
     "GLM-4-9B-0414": (
-        "Glm4",
-        {"attention_bias": False},
+        "Glm4", {"attention_bias": False},
         {
-            "attention_bias": False,
-            "head_size": 128,
+            "attention_bias": False, "head_size": 128,
             "rope": RopeConfig(1e4, "default", ROPE, 64, interleaved=True),
         },
     ),
     "granite-3.3-2b": ("Granite", GRANITE, GRANITE),
     "OLMo-2-1124-7B": (
-        "Olmo2",
-        {"rope_theta": 5e5},
+        "Olmo2", {"rope_theta": 5e5},
         {"attention_bias": False, "tied_embeddings": False},
     ),
     "Kimi-Linear-48B-A3B": (
         "KimiLinear",
         {
-            "model_max_length": 4096,
-            "num_hidden_layers": 5,
-            "head_dim": 72,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "num_experts": 256,
-            "num_experts_per_token": 8,
-            "num_shared_experts": 1,
-            "num_expert_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 1024,
-            "moe_renormalize": True,
-            "moe_layer_freq": 1,
-            "first_k_dense_replace": 1,
+            "model_max_length": 4096, "num_hidden_layers": 5, "head_dim": 72, "kv_lora_rank": 512,
+            "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+            "num_expert_group": 1, "topk_group": 1, "moe_intermediate_size": 1024,
+            "moe_renormalize": True, "moe_layer_freq": 1, "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.446,
             "linear_attn_config": {
-                "full_attn_layers": [4],
-                "kda_layers": [1, 2, 3, 5],
-                "head_dim": 96,
-                "num_heads": 16,
-                "short_conv_kernel_size": 4,
+                "full_attn_layers": [4], "kda_layers": [1, 2, 3, 5], "head_dim": 96,
+                "num_heads": 16, "short_conv_kernel_size": 4,
             },
         },
         {
@@ -261,9 +231,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "delta": DeltaNetShape(16, 16, 96, 96, 4, by_channel=True),
             "mixture": MixtureShape(
                 Routing(256, 8, "sigmoid", scale=2.446, has_bias=True),
-                1024,
-                1024,
-                dense_layers=frozenset([0]),
+                1024, 1024, dense_layers=frozenset([0]),
             ),
         },
     ),
@@ -272,7 +240,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 2.5e5, "rope_scaling": None, "partial_rotary_factor": 1.0},
         {"rope": RopeConfig(2.5e5, "default", {"original_max_position_embeddings": 4096})},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -100,8 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 window": (
         "qwen3",
         {
-            "use_sliding_window": True,
-            "sliding_window": 16,
+            "use_sliding_window": True, "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
@@ -120,20 +119,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            }
+            },
         },
     ),
     "gemma3n": ("gemma3n_text", {}),
     "gemma3n three streams": (
         "gemma3n_text",
         {
-            "altup_num_inputs": 3,
-            "altup_active_idx": 1,
-            "altup_correct_scale": False,
+            "altup_num_inputs": 3, "altup_active_idx": 1, "altup_correct_scale": False,
             "intermediate_size": [96, 64, 96, 32, 96],
-            "num_kv_shared_layers": 0,
-            "vocab_size_per_layer_input": 100,
-            "attention_bias": True,
+            "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 100, "attention_bias": True,
             "tie_word_embeddings": True,
         },
     ),
@@ -143,15 +138,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4 tied, linear, biases": (
         "gemma4_text",
         {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "use_double_wide_mlp": False,
+            "tie_word_embeddings": True, "attention_bias": True, "use_double_wide_mlp": False,
             "final_logit_softcapping": None,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_type": "proportional",
-                    "rope_theta": 500.0,
-                    "partial_rotary_factor": 0.5,
+                    "rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
                     "factor": 2.0,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -174,9 +165,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 64,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_type": "yarn",
-                    "rope_theta": 500.0,
-                    "factor": 4.0,
+                    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
                     "original_max_position_embeddings": 16,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -210,10 +199,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "attention_bias": True,
             "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 100.0,
-                "alpha": 50.0,
-                "factor": 1.0,
+                "rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0,
             },
         },
     ),
@@ -248,12 +234,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon RW": (
         "falcon",
         {
-            "new_decoder_architecture": False,
-            "multi_query": False,
-            "parallel_attn": False,
-            "alibi": True,
-            "bias": True,
-            "num_kv_heads": 8,
+            "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
+            "alibi": True, "bias": True, "num_kv_heads": 8,
         },
     ),
     "gpt_oss": ("gpt_oss", {}),
@@ -284,12 +266,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2 groups, biases, yarn": (
         "deepseek_v2",
         {
-            "q_lora_rank": 40,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.0,
-            "attention_bias": True,
+            "q_lora_rank": 40, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 2.0, "attention_bias": True,
             **rope("yarn", original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.9),
         },
     ),
@@ -298,10 +276,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             **rope("yarn", original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
-            "rope_interleave": False,
-            "norm_topk_prob": False,
-            "attention_bias": True,
-            "n_group": 1,
+            "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True, "n_group": 1,
             "topk_group": 1,
         },
     ),
@@ -325,9 +300,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5 tied, layers by an interval": (
         "qwen3_5_text",
         {
-            "layer_types": None,
-            "full_attention_interval": 2,
-            "linear_conv_kernel_dim": 2,
+            "layer_types": None, "full_attention_interval": 2, "linear_conv_kernel_dim": 2,
             "tie_word_embeddings": True,
         },
     ),
@@ -336,9 +309,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba one group, biases": (
         "bamba",
         {
-            "mamba_n_groups": 1,
-            "mamba_proj_bias": True,
-            "attention_bias": True,
+            "mamba_n_groups": 1, "mamba_proj_bias": True, "attention_bias": True,
             "time_step_limit": [0.1, 0.9],
         },
     ),
@@ -355,12 +326,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1 norm before the gate, biases": (
         "falcon_h1",
         {
-            "mamba_rms_norm": True,
-            "projectors_bias": True,
-            "mamba_proj_bias": True,
-            "ssm_in_multiplier": 1.0,
-            "attention_bias": True,
-            "attention_in_multiplier": 1.0,
+            "mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True,
+            "ssm_in_multiplier": 1.0, "attention_bias": True, "attention_in_multiplier": 1.0,
             "mlp_bias": True,
         },
     ),
@@ -374,10 +341,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "q_lora_rank": 40,
             "mlp_layer_types": ["sparse", "sparse"],
-            "linear_num_heads": 4,
-            "norm_topk_prob": False,
-            "n_group": 4,
-            "topk_group": 2,
+            "linear_num_heads": 4, "norm_topk_prob": False, "n_group": 4, "topk_group": 2,
         },
     ),
     "nemotron_h": ("nemotron_h", {}),
@@ -390,8 +354,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {
             "layers_block_type": ["full_attention", "linear_attention", "mlp"],
-            "mlp_bias": True,
-            "use_bias": True,
+            "mlp_bias": True, "use_bias": True,
         },
     ),
     "lfm2": ("lfm2", {}),
@@ -406,12 +369,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": (
         "llama",
         rope(
-            "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+            "llama3", low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32,
         ),
     ),
     "yarn": ("qwen2", rope("yarn", original_max_position_embeddings=16)),
     "dynamic": ("llama", rope("dynamic")),
-}
+}  # fmt: skip
 
 
 #: The first case of each family.

@@ -25,21 +25,13 @@ CONFIG = Path(__file__).parent / "schemathesis.toml"
 #: Endpoints whose calls let later requests wait: `/page/live` has no end, and after the others no
 #: step is planned until a call of another endpoint, or until a trainer has joined.
 WITHOUT_END = (
-    "/page/live",
-    "/pause",
-    "/sleep",
-    "/start_weight_update",
-    "/init_weight_transfer_engine",
-)
+    "/page/live", "/pause", "/sleep", "/start_weight_update", "/init_weight_transfer_engine",
+)  # fmt: skip
 CHECKS = (
-    "not_a_server_error",
-    "status_code_conformance",
-    "content_type_conformance",
-    "response_headers_conformance",
-    "response_schema_conformance",
-    "unsupported_method",
+    "not_a_server_error", "status_code_conformance", "content_type_conformance",
+    "response_headers_conformance", "response_schema_conformance", "unsupported_method",
     "allow_header_conformance",
-)
+)  # fmt: skip
 
 
 async def document(**settings: Any) -> dict[str, Any]:

@@ -39,16 +39,12 @@ WATCHED = (0, 65, 66, 130)  # the first and the last tokens of two ranks
 EVEN = tuple(range(0, VOCAB_SIZE, 2))
 TOKENS = 24
 BASE = {
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "model.dtype": "float32",
+    "parallel.executor": "inline", "parallel.cpu_threads": 1, "model.dtype": "float32",
     "model.max_model_len": 256,
     "model.features": ["only_even", "watch_token"],
-    "cache.block_size": 16,
-    "cache.num_blocks": 200,
-    "scheduler.max_num_seqs": 32,
+    "cache.block_size": 16, "cache.num_blocks": 200, "scheduler.max_num_seqs": 32,
     "scheduler.max_num_batched_tokens": 64,
-}
+}  # fmt: skip
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_k": 40},

@@ -122,17 +122,10 @@ async def check_files(url: str, expected: dict[str, tuple[bytes, str]]) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/page",
-        "/page/",
-        "/page/page.html",
-        "/page/head.html",
-        "/page/../config.py",
-        "/page/..%2fconfig.py",
-        "/page/nothing.js",
-        "/page/vendor/",
-        "/page/vendor/../page.html",
+        "/page", "/page/", "/page/page.html", "/page/head.html", "/page/../config.py",
+        "/page/..%2fconfig.py", "/page/nothing.js", "/page/vendor/", "/page/vendor/../page.html",
     ],
-)
+)  # fmt: skip
 async def test_nothing_else_is_served(path: str) -> None:
     server = make_server()
     url = await server.start()

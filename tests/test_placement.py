@@ -19,14 +19,10 @@ def test_the_groups_of_a_grid() -> None:
 @pytest.mark.parametrize(
     ("address", "is_local"),
     [
-        ("127.0.0.1", True),
-        ("127.3.2.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("10.0.0.7", False),
-        ("gpu-7.cluster", False),
+        ("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True),
+        ("10.0.0.7", False), ("gpu-7.cluster", False),
     ],
-)
+)  # fmt: skip
 def test_which_addresses_are_of_this_host(address: str, is_local: bool) -> None:
     assert RankSpec(master_address=address).is_local == is_local
 

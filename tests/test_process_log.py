@@ -25,14 +25,8 @@ def record(message: object, *args: object) -> logging.LogRecord:
 
 def test_fields_as_text() -> None:
     fields = {
-        "id": "a b",
-        "key": None,
-        "path": "/v1",
-        "number": 5,
-        "ms": 1.5,
-        "empty": "",
-        "q": '"',
-    }
+        "id": "a b", "key": None, "path": "/v1", "number": 5, "ms": 1.5, "empty": "", "q": '"',
+    }  # fmt: skip
     assert str(FieldsMessage("request", fields)) == (
         'request id="a b" path=/v1 number=5 ms=1.5 empty="" q="\\""'
     )

@@ -116,16 +116,12 @@ class TestSampling:
         [
             ({"temperature": "hot"}, "temperature"),
             ({"temperature": True}, "temperature"),
-            ({"n": 1.5}, "n"),
-            ({"n": True}, "n"),
-            ({"n": 10**30}, "n"),
+            ({"n": 1.5}, "n"), ({"n": True}, "n"), ({"n": 10**30}, "n"),
             ({"top_k": 2**31}, "top_k"),
             ({"max_tokens": 0}, "max_tokens"),
             ({"max_tokens": 2**40}, "max_tokens"),
             ({"min_tokens": 2**31}, "min_tokens"),
-            ({"seed": 2**64}, "seed"),
-            ({"seed": "x"}, "seed"),
-            ({"stop": 3}, "stop"),
+            ({"seed": 2**64}, "seed"), ({"seed": "x"}, "seed"), ({"stop": 3}, "stop"),
             ({"stop": ["a", 3]}, "stop[1]"),
             ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
             ({"stop_token_ids": 5}, "stop_token_ids"),
@@ -137,8 +133,7 @@ class TestSampling:
                 {"stream": True, "stream_options": {"include_usage": 1}},
                 "stream_options.include_usage",
             ),
-            ({"model": 5}, "model"),
-            ({"echo": 1}, "echo"),
+            ({"model": 5}, "model"), ({"echo": 1}, "echo"),
             ({"logprobs": True}, "logprobs"),
             ({"suffix": "x", "echo": True}, "echo"),
             ({"suffix": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
@@ -155,7 +150,7 @@ class TestSampling:
             ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"priority": 2**63}, "priority"),
         ],
-    )
+    )  # fmt: skip
     def test_a_wrong_field_is_named(self, fields: dict[str, Any], param: str) -> None:
         error = refused(json.dumps({"prompt": "x"} | fields).encode())
         assert error.param == param
@@ -307,16 +302,12 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "prompts"),
         [
-            ("text", ["text"]),
-            ("", [""]),
-            ([1, 2], [[1, 2]]),
-            (["a", "b"], ["a", "b"]),
+            ("text", ["text"]), ("", [""]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]),
             ([[1], [2, 3]], [[1], [2, 3]]),
-            ([[]], [[]]),
-            (["a", 1], [["a", 1]]),
+            ([[]], [[]]), (["a", 1], [["a", 1]]),
             ([[1, "a"], "b"], [[1, "a"], "b"]),
         ],
-    )
+    )  # fmt: skip
     def test_shapes(self, prompt: Any, prompts: list[Any]) -> None:
         assert completion(prompt=prompt).prompts() == prompts
 
@@ -327,19 +318,13 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "param"),
         [
-            (5, "prompt"),
-            (None, "prompt"),
-            ({"text": "x"}, "prompt"),
-            ([1, -2], "prompt[1]"),
-            ([1, 2**31], "prompt[1]"),
-            ([1, 2**70], "prompt[1]"),
-            ([1, 1.0], "prompt[1]"),
-            ([1, True], "prompt[1]"),
-            ([1, None], "prompt[1]"),
+            (5, "prompt"), (None, "prompt"), ({"text": "x"}, "prompt"), ([1, -2], "prompt[1]"),
+            ([1, 2**31], "prompt[1]"), ([1, 2**70], "prompt[1]"), ([1, 1.0], "prompt[1]"),
+            ([1, True], "prompt[1]"), ([1, None], "prompt[1]"),
             ([[1], [2, {}]], "prompt[1][1]"),
             ([[[1]]], "prompt[0][0]"),
         ],
-    )
+    )  # fmt: skip
     def test_wrong_types(self, prompt: Any, param: str) -> None:
         assert refused(json.dumps({"prompt": prompt}).encode()).param == param
 
@@ -358,25 +343,16 @@ class TestMalformed:
     @pytest.mark.parametrize(
         "raw",
         [
-            b"",
-            b"{",
-            b"nonsense",
-            b'{"prompt": "x"} trailing',
-            b'{"prompt": "x",}',
-            b"{'prompt': 'x'}",
-            b'{"prompt": "x\x00y"}',
-            b'{"prompt": "\\ud800"}',
-            b'{"prompt": "\\udc00 x"}',
-            b'{"prompt": "\\ud83d\\ud83d"}',
-            b'{"prompt": "\xed\xa0\x80"}',
-            b'{"prompt": "\xff"}',
-            b"\xef\xbb\xbf{}",
+            b"", b"{", b"nonsense", b'{"prompt": "x"} trailing', b'{"prompt": "x",}',
+            b"{'prompt': 'x'}", b'{"prompt": "x\x00y"}', b'{"prompt": "\\ud800"}',
+            b'{"prompt": "\\udc00 x"}', b'{"prompt": "\\ud83d\\ud83d"}',
+            b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\xff"}', b"\xef\xbb\xbf{}",
             '{"prompt": "x"}'.encode("utf-16"),
             b'{"prompt": "x", "unknown": ' + b"[" * 100_000,
             b'{"prompt": "x", "unknown": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
             b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         ],
-    )
+    )  # fmt: skip
     def test_refused(self, raw: bytes) -> None:
         error = refused(raw)
         assert (error.param or "prompt").startswith("prompt")

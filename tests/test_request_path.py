@@ -66,16 +66,11 @@ def make_runner(slots: Slots) -> ModelRunner:
 
     model: Any = SimpleNamespace(
         vocabulary=Vocabulary(VOCAB_SIZE, ParallelGroup.single()),
-        finishes_with_hidden_states=True,
-        scores_tokens=True,
-        plan=lambda step: None,
-        begin=lambda step, out, received: None,
-        take_part=lambda: None,
-        finish=finish,
-        finish_all=finish,
-        logits=lambda hidden, *_: logits.repeat(len(hidden), 1),
+        finishes_with_hidden_states=True, scores_tokens=True, plan=lambda step: None,
+        begin=lambda step, out, received: None, take_part=lambda: None, finish=finish,
+        finish_all=finish, logits=lambda hidden, *_: logits.repeat(len(hidden), 1),
         logits_of=lambda hidden, *_: logits.repeat(len(hidden), 1),
-    )
+    )  # fmt: skip
     rank = Rank(model, slots)
     works = StepWorks(half.Work(rank) for half in (logprobs, masks, prompt_logprobs))
     return ModelRunner(model, device_without_layers(slots), works)

@@ -122,14 +122,10 @@ class Steps:
         params.setdefault("temperature", 0)
         self.admissions.append(
             Admission(
-                slot,
-                ids(*tokens),
-                prompt_len or len(tokens),
-                SamplingParams(**params),
-                seed,
+                slot, ids(*tokens), prompt_len or len(tokens), SamplingParams(**params), seed,
                 banned,
-            )
-        )
+            ),
+        )  # fmt: skip
         self.tables[slot] = list(shared or [])
         self.growth += [(slot, index, block) for index, block in enumerate(self.tables[slot])]
 
@@ -213,12 +209,8 @@ def test_a_mixed_batch_equals_each_alone(model: Model) -> None:
     ]  # fmt: skip
     sampled = steps.tokens(*mixed)
     assert sampled == [
-        expected[1][1],
-        expected[4][1],
-        expected[3][0],
-        expected[5][0],
-        expected[0][0],
-    ]
+        expected[1][1], expected[4][1], expected[3][0], expected[5][0], expected[0][0],
+    ]  # fmt: skip
     assert steps.tokens(Row(4, len(prompts[4]) + 1, 1), Row(2, 4, len(prompts[2]) - 4)) == [
         expected[4][2],
         expected[2][0],
@@ -360,21 +352,16 @@ def test_all_copies_are_read_before_any_is_written(model: Model) -> None:
         {"temperature": 0},
         {"temperature": 1.0, "seed": 2**64 - 5, "top_p": 0.9},
         {
-            "temperature": 0,
-            "repetition_penalty": 1.3,
-            "frequency_penalty": 0.4,
+            "temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4,
             "presence_penalty": 0.2,
         },
         {
-            "temperature": 0.8,
-            "seed": 3,
-            "min_tokens": 9,
-            "frequency_penalty": 1.0,
+            "temperature": 0.8, "seed": 3, "min_tokens": 9, "frequency_penalty": 1.0,
             "logit_bias": {4: 2.0},
         },
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
     model: Model, params: dict[str, Any]
 ) -> None:

@@ -133,14 +133,9 @@ class Harness:
     def new_worker(self) -> SymbolicWorker:
         limits = self.limits
         return SymbolicWorker(
-            limits.groups,
-            limits.num_blocks,
-            limits.block_size,
-            limits.max_num_seqs,
-            limits.token_budget,
-            self.draft_quality,
-            limits.num_stored,
-        )
+            limits.groups, limits.num_blocks, limits.block_size, limits.max_num_seqs,
+            limits.token_budget, self.draft_quality, limits.num_stored,
+        )  # fmt: skip
 
     def restart(self) -> None:
         """Loses the worker with all that it holds and all results on their way, and goes on with a

@@ -38,18 +38,14 @@ def test_objects_without_a_word_of_others_are_closed(schema: Any, closed: Any) -
 @pytest.mark.parametrize(
     "schema",
     [
-        True,
-        {"type": "object"},
-        A | {"additionalProperties": True},
-        A | {"required": ["b"]},
-        A | {"patternProperties": {"^x": {}}},
-        A | {"minProperties": 2},
+        True, {"type": "object"}, A | {"additionalProperties": True}, A | {"required": ["b"]},
+        A | {"patternProperties": {"^x": {}}}, A | {"minProperties": 2},
         A | {"anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]},
         {"allOf": [A, {"properties": {"b": {}}}]},
         {"allOf": [A], "required": ["b"]},
         {"anyOf": [A, {}], "$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
         A | {"$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
     ],
-)
+)  # fmt: skip
 def test_what_may_have_other_properties_stays_open(schema: Any) -> None:
     assert close_objects(schema) == schema

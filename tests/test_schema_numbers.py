@@ -65,17 +65,10 @@ def test_bounds_that_allow_no_exact_number(schema: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "is_exact"),
     [
-        (2**53, True),
-        (2**53 + 1, False),
-        (2**53 + 2, True),
-        (-(2**62), True),
-        (-(2**63), False),
-        (2**63, False),
-        (1e300, False),
-        (0.1, True),
-        (True, True),
+        (2**53, True), (2**53 + 1, False), (2**53 + 2, True), (-(2**62), True), (-(2**63), False),
+        (2**63, False), (1e300, False), (0.1, True), (True, True),
     ],
-)
+)  # fmt: skip
 def test_constants(value: Any, is_exact: bool) -> None:
     for schema in ({"const": value}, {"items": {"enum": [3, {"a": [value]}]}}, {"maximum": value}):
         if is_exact:

@@ -36,19 +36,14 @@ def make_server(**settings: Any) -> HttpServer:
         cast(
             Frontend,
             SimpleNamespace(
-                check_generates=lambda: None,
-                config=config,
-                engines=[],
-                control=ModelControl([]),
-                max_model_len=2**20,
-                is_healthy=lambda: True,
-                is_ready=lambda: True,
+                check_generates=lambda: None, config=config, engines=[], control=ModelControl([]),
+                max_model_len=2**20, is_healthy=lambda: True, is_ready=lambda: True,
                 variants=ServingFeatures(config, list),
                 model_names=lambda: config.served_model_names,
                 loop_lag=LoopLag(lambda: False),
             ),
         ),
-    )
+    )  # fmt: skip
 
 
 #: Bounds that tests set as if they were settings.

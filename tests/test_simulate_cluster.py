@@ -12,17 +12,10 @@ from simulate_cluster import POLICIES, Simulation, StepTimes
 
 def options(**changes: object) -> argparse.Namespace:
     usual: dict[str, object] = {
-        "rate": 60.0,
-        "seconds": 8.0,
-        "share": 0.9,
-        "prefixes": 6,
-        "prefix_tokens": 1024,
-        "prompt_tokens": (64, 128),
-        "output_tokens": (8, 32),
-        "burst": 1.0,
-        "lose_at": None,
+        "rate": 60.0, "seconds": 8.0, "share": 0.9, "prefixes": 6, "prefix_tokens": 1024,
+        "prompt_tokens": (64, 128), "output_tokens": (8, 32), "burst": 1.0, "lose_at": None,
         "seed": 1,
-    }
+    }  # fmt: skip
     return argparse.Namespace(**(usual | changes))
 
 

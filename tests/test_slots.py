@@ -106,16 +106,11 @@ def test_an_admission_is_written_whole() -> None:
         slots,
         make_plan(
             admit(
-                2,
-                [7, 8, 9, 8],
-                prompt_len=2,
-                seed=2**64 - 2,
-                banned=(6,),
-                logit_bias={4: 1.0},
+                2, [7, 8, 9, 8], prompt_len=2, seed=2**64 - 2, banned=(6,), logit_bias={4: 1.0},
                 **params,
-            )
+            ),
         ),
-    )
+    )  # fmt: skip
     assert slots.tokens[2, :4].tolist() == [7, 8, 9, 8]
     assert slots.seeds[2] == -2
     assert slots.params["banned_until"][2] == 5

@@ -21,15 +21,10 @@ OUTPUT = 12
 #: Lengths around blocks of 16 tokens, and chunks of 37.
 LENGTHS = (1, 2, 15, 16, 17, 33, 37, 48, 49, 63, 64, 65, 95)
 SETTINGS: dict[str, Any] = {
-    "parallel.executor": "inline",
-    "parallel.device": "cpu",
-    "model.dtype": "float32",
-    "model.tokenizer": "none",
-    "cache.block_size": 16,
-    "cache.num_blocks": 60,
-    "scheduler.max_num_seqs": 4,
-    "scheduler.max_num_batched_tokens": 37,
-}
+    "parallel.executor": "inline", "parallel.device": "cpu", "model.dtype": "float32",
+    "model.tokenizer": "none", "cache.block_size": 16, "cache.num_blocks": 60,
+    "scheduler.max_num_seqs": 4, "scheduler.max_num_batched_tokens": 37,
+}  # fmt: skip
 WITHOUT_CACHE = {"cache.enable_prefix_caching": False}
 TWO = {"parallel.executor": "multiprocess"}
 

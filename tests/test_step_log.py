@@ -33,18 +33,10 @@ def test_what_is_kept_of_a_step(log: StepLog) -> None:
         log.record_result(result(5, 3), 30e-6, 40e-6)
         assert log.since(-1) == [
             StepRecord(
-                5,
-                31,
-                2,
-                3,
-                worker_us=3000,
-                result_us=4,
-                update_us=30,
-                plan_us=10,
-                post_us=20,
+                5, 31, 2, 3, worker_us=3000, result_us=4, update_us=30, plan_us=10, post_us=20,
                 emit_us=40,
-            )
-        ]
+            ),
+        ]  # fmt: skip
 
 
 def test_steps_that_were_posted_before_are_left_out(log: StepLog) -> None:

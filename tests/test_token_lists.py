@@ -42,16 +42,10 @@ def test_end_tokens_go_unless_they_are_all_there_is() -> None:
 @pytest.mark.parametrize(
     ("output", "forbidden"),
     [
-        ([], [5]),
-        ([1], [5, 31]),
-        ([7, 1], [5, 31]),
-        ([1, 2], [5, 63]),
-        ([2], [5]),
-        ([9, 1, 2], [5, 63]),
-        ([1, 1], [5, 31]),
-        ([31], [5]),
+        ([], [5]), ([1], [5, 31]), ([7, 1], [5, 31]), ([1, 2], [5, 63]), ([2], [5]),
+        ([9, 1, 2], [5, 63]), ([1, 1], [5, 31]), ([31], [5]),
     ],
-)
+)  # fmt: skip
 def test_bad_words_lose_their_last_token(output: list[int], forbidden: list[int]) -> None:
     words = BadWords([[5], [1, 31], [1, 2, 63]], 64)
     assert words.max_context == 2

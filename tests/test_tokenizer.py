@@ -186,13 +186,9 @@ def test_truncation_and_padding_of_the_file_do_not_count(tokenizer_cache: Path, 
 
 def test_tokens_that_only_the_config_adds(tokenizer_cache: Path, tmp_path: Path):
     think = {
-        "content": "<think>",
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": False,
-    }
+        "content": "<think>", "lstrip": False, "normalized": False, "rstrip": False,
+        "single_word": False, "special": False,
+    }  # fmt: skip
     folder = copy_with_config(
         smollm2_folder(tokenizer_cache), tmp_path / "smollm2", added_tokens_decoder={"49152": think}
     )

@@ -36,14 +36,10 @@ TORCHRUN = {
     "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
 }  # fmt: skip
 SETTINGS = {
-    "model.tokenizer": "none",
-    "cache.block_size": 4,
-    "cache.num_blocks": 64,
-    "scheduler.max_num_seqs": 4,
-    "parallel.cpu_threads": 1,
-    "parallel.device": "cpu",
+    "model.tokenizer": "none", "cache.block_size": 4, "cache.num_blocks": 64,
+    "scheduler.max_num_seqs": 4, "parallel.cpu_threads": 1, "parallel.device": "cpu",
     "parallel.tensor_parallel_size": 2,
-}
+}  # fmt: skip
 SCRIPT = """
     import os, sys
     from aioinfer import LLM, SamplingParams

@@ -131,13 +131,8 @@ def simulate(
     """Returns a simulation with a budget of 8192 tokens: with the rule of a fixed number of tokens
     if only `cap` is given."""
     limits = SchedulerLimits(
-        num_blocks=(60_000,),
-        block_size=128,
-        max_num_seqs=slots,
-        token_budget=8192,
-        prefill_cap=cap or 8192,
-        paces_prefill=cap is None or target_s is not None,
-        target_itl_s=target_s,
-        prefix_caching=False,
-    )
+        num_blocks=(60_000,), block_size=128, max_num_seqs=slots, token_budget=8192,
+        prefill_cap=cap or 8192, paces_prefill=cap is None or target_s is not None,
+        target_itl_s=target_s, prefix_caching=False,
+    )  # fmt: skip
     return Simulation(law, limits)

@@ -66,12 +66,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         {
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 24,
+            "sliding_window": 9, "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        _TOWER,
-        {"mm_tokens_per_image": 4},
+        _TOWER, {"mm_tokens_per_image": 4},
     ),
     "gemma3n": (
         "Gemma3nForConditionalGeneration",
@@ -82,8 +80,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "gemma4": (
         "Gemma4ForConditionalGeneration",
         {**_GEMMA, "global_head_dim": 32, "use_double_wide_mlp": True},
-        {**_TOWER, "head_dim": 16},
-        {"audio_config": _AUDIO},
+        {**_TOWER, "head_dim": 16}, {"audio_config": _AUDIO},
     ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
@@ -100,12 +97,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
         {"head_dim": 8, **_rope(1, 1, 2)},
-        _DEEP_TOWER,
-        {"tie_word_embeddings": True},
+        _DEEP_TOWER, {"tie_word_embeddings": True},
     ),
     "qwen3_vl": (
-        "Qwen3VLForConditionalGeneration",
-        _rope(2, 3, 3),
+        "Qwen3VLForConditionalGeneration", _rope(2, 3, 3),
         {**_DEEP_TOWER, "deepstack_visual_indexes": [0]},
         {},
     ),
@@ -119,40 +114,31 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "qwen3_5_moe": (
         "Qwen3_5MoeForConditionalGeneration",
         {
-            **_DELTA_NET,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
+            **_DELTA_NET, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 48,
         },
-        _DEEP_TOWER,
-        {},
+        _DEEP_TOWER, {},
     ),
     "glm4v": (
         "Glm4vForConditionalGeneration",
         {"head_dim": None, **_rope(1, 1, partial_rotary_factor=0.5)},
-        _DEEP_TOWER,
-        {},
+        _DEEP_TOWER, {},
     ),
     "glm4v_moe": (
         "Glm4vMoeForConditionalGeneration",
         {**_EXPERTS, **_rope(1, 1, 2, partial_rotary_factor=0.5)},
-        _DEEP_TOWER,
-        {},
+        _DEEP_TOWER, {},
     ),
     "kimi_k25": (
-        "Kimi_K25ForConditionalGeneration",
-        {**_EXPERTS, **_LATENT},
-        {**_TOWER},
+        "Kimi_K25ForConditionalGeneration", {**_EXPERTS, **_LATENT}, {**_TOWER},
         {"projection_hidden_size": 32, "tie_word_embeddings": False},
     ),
     "llava": (
-        "LlavaForConditionalGeneration",
-        {"model_type": "llama"},
+        "LlavaForConditionalGeneration", {"model_type": "llama"},
         {**_TOWER, "model_type": "clip_vision_model"},
         {},
     ),
-}
+}  # fmt: skip
 
 
 def save_wrapper(name: str, folder: Path) -> Any:

@@ -27,15 +27,9 @@ def expected(
     width, penalty, early = case
     with torch.inference_mode():
         found = reference.model.generate(
-            torch.tensor([prompt]),
-            num_beams=width,
-            num_return_sequences=width,
-            do_sample=False,
-            length_penalty=penalty,
-            early_stopping=early,
-            max_new_tokens=new,
-            pad_token_id=0,
-        )
+            torch.tensor([prompt]), num_beams=width, num_return_sequences=width, do_sample=False,
+            length_penalty=penalty, early_stopping=early, max_new_tokens=new, pad_token_id=0,
+        )  # fmt: skip
     ends = reference.model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]  # [None] where none is heeded
     outputs = []

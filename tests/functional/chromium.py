@@ -171,22 +171,13 @@ class Page:
     async def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         """Presses a key; `code` is its Windows virtual key code."""
         await self.send(
-            "Input.dispatchKeyEvent",
-            type="keyDown",
-            key=key,
-            code=key,
-            windowsVirtualKeyCode=code,
-            text=text,
-            modifiers=modifiers,
-        )
+            "Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code,
+            text=text, modifiers=modifiers,
+        )  # fmt: skip
         await self.send(
-            "Input.dispatchKeyEvent",
-            type="keyUp",
-            key=key,
-            code=key,
-            windowsVirtualKeyCode=code,
+            "Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code,
             modifiers=modifiers,
-        )
+        )  # fmt: skip
 
     async def click(self, element: str) -> None:
         """Clicks with the mouse on the middle of an element, given as a JavaScript expression."""

@@ -64,19 +64,15 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
 
 #: Of a beam search, which cannot be streamed.
 WRONG_SEARCHES = [
-    ({"stream": True}, "stream"),
-    ({"n": 65}, "n"),
-    ({"best_of": 65}, "best_of"),
-    ({"n": 64}, "n"),
+    ({"stream": True}, "stream"), ({"n": 65}, "n"), ({"best_of": 65}, "best_of"), ({"n": 64}, "n"),
     ({"n": 2, "best_of": 64}, "best_of"),
     ({"temperature": 0.5}, "temperature"),
-    ({"top_k": 5}, "top_k"),
-    ({"stop": "."}, "stop"),
+    ({"top_k": 5}, "top_k"), ({"stop": "."}, "stop"),
     ({"guided_regex": "a+"}, "guided_regex"),
     ({"length_penalty": 50}, "length_penalty"),
     ({"early_stopping": "soon"}, "early_stopping"),
     ({"echo": True, "max_tokens": 0}, "max_tokens"),
-]
+]  # fmt: skip
 
 #: `test_protocol` has more of them.
 RAW_BODIES = [

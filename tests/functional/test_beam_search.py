@@ -26,13 +26,9 @@ pytestmark = pytest.mark.extended
 in_session = pytest.mark.asyncio(loop_scope="session")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SETTINGS = {
-    "model.dtype": "float32",
-    "model.tokenizer": "none",
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "scheduler.max_num_seqs": 16,
-    "cache.block_size": 4,
-}
+    "model.dtype": "float32", "model.tokenizer": "none", "parallel.executor": "inline",
+    "parallel.cpu_threads": 1, "scheduler.max_num_seqs": 16, "cache.block_size": 4,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -153,13 +153,9 @@ async def test_a_chat_that_cannot_be_answered_says_why(served: Served) -> None:
 def test_a_chat_with_an_engine_of_its_own() -> None:
     ended = subprocess.run(
         command("chat", *OPTIONS, "--temperature", "0", "--max-tokens", "8"),
-        cwd=ROOT,
-        input="What is the capital of France?\n/undo\n/clear\n/help\n",
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+        cwd=ROOT, input="What is the capital of France?\n/undo\n/clear\n/help\n",
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "capital" in ended.stdout
     assert "/system TEXT" in ended.stdout

@@ -55,13 +55,9 @@ def family(
 
 def generate(family: Family, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
     defaults = {
-        "parallel__executor": "inline",
-        "parallel__cpu_threads": 1,
-        "scheduler__max_num_seqs": 32,
-        "cache__num_blocks": 200,
-        "model__max_model_len": 512,
-        "model__tokenizer": "none",
-    }
+        "parallel__executor": "inline", "parallel__cpu_threads": 1, "scheduler__max_num_seqs": 32,
+        "cache__num_blocks": 200, "model__max_model_len": 512, "model__tokenizer": "none",
+    }  # fmt: skip
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(str(family.folder), settings=merged, progress=False) as llm:
         outputs = llm.generate(prompts, GREEDY)

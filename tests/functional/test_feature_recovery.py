@@ -33,18 +33,12 @@ VOCAB_SIZE = 128
 PROMPT_LEN, TOKENS, BUDGET = 100, 20, 24
 PROMPT, OTHER = random_prompts([PROMPT_LEN] * 2, VOCAB_SIZE)
 BASE = {
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "parallel.restart_workers": 1000,
-    "model.dtype": "float32",
-    "model.max_model_len": 256,
+    "parallel.executor": "inline", "parallel.cpu_threads": 1, "parallel.restart_workers": 1000,
+    "model.dtype": "float32", "model.max_model_len": 256,
     "model.features": ["only_even", "watch_token"],
-    "cache.block_size": 16,
-    "cache.num_blocks": 200,
-    "scheduler.max_num_seqs": 32,
-    "scheduler.max_num_batched_tokens": BUDGET,
-    "scheduler.max_logprobs": -1,
-}
+    "cache.block_size": 16, "cache.num_blocks": 200, "scheduler.max_num_seqs": 32,
+    "scheduler.max_num_batched_tokens": BUDGET, "scheduler.max_logprobs": -1,
+}  # fmt: skip
 #: Tokens 0 to 32 stand for bytes; one of 8 and one of 16 in turn.
 REGEX = GrammarSpec("regex", r"([\x01-\x08][\x10-\x1f]){20}")
 #: By the feature, and what a request asks of it.

@@ -58,15 +58,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def run(case: Case, dtype: str = "fp8", **settings: Any) -> list[list[int]]:
     defaults = {
-        "parallel.executor": "inline",
-        "parallel.cpu_threads": 1,
-        "model.tokenizer": "none",
-        "model.dtype": "float32",
-        "model.max_model_len": 256,
-        "scheduler.max_num_seqs": 8,
-        "cache.num_blocks": 100,
-        "cache.dtype": dtype,
-    }
+        "parallel.executor": "inline", "parallel.cpu_threads": 1, "model.tokenizer": "none",
+        "model.dtype": "float32", "model.max_model_len": 256, "scheduler.max_num_seqs": 8,
+        "cache.num_blocks": 100, "cache.dtype": dtype,
+    }  # fmt: skip
     given = {name.replace("__", "."): value for name, value in settings.items()}
     with LLM(str(case.folder), settings=defaults | given, progress=False) as llm:
         outputs = llm.generate(case.prompts, GREEDY)

@@ -49,15 +49,10 @@ class Fleet:
 @asynccontextmanager
 async def fleet(folder: Path, **settings: object) -> AsyncIterator[Fleet]:
     usual = {
-        "model.path": str(folder),
-        "parallel.executor": "inline",
-        "parallel.cpu_threads": 1,
-        "cache.num_blocks": 400,
-        "cache.block_size": 16,
-        "scheduler.max_num_seqs": 4,
-        "server.port": 0,
-        "server.shutdown_timeout_s": 20,
-    }
+        "model.path": str(folder), "parallel.executor": "inline", "parallel.cpu_threads": 1,
+        "cache.num_blocks": 400, "cache.block_size": 16, "scheduler.max_num_seqs": 4,
+        "server.port": 0, "server.shutdown_timeout_s": 20,
+    }  # fmt: skip
     config = load_config(None, usual | {k.replace("__", "."): v for k, v in settings.items()})
     async with AsyncExitStack() as stack:
         replicas = [await ReplicaServer.start(config, "127.0.0.1", n, TOKEN) for n in "ab"]

@@ -20,14 +20,9 @@ NEW_TOKENS = 20
 #: Shorter and longer than the window of 9 tokens, and than blocks.
 LENGTHS = (1, 8, 21, 60, 75)
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -47,18 +47,14 @@ USAGE = {"stream_options": {"include_usage": True}}
 #: Requests whose stream another replica goes on with.
 RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", STORY | USAGE),
-    "two choices": (
-        "/v1/completions",
-        STORY | {"n": 2, "temperature": 1.0, "seed": 7} | USAGE,
-    ),
+    "two choices": ("/v1/completions", STORY | {"n": 2, "temperature": 1.0, "seed": 7} | USAGE),
     "token ids": ("/v1/completions", STORY | {"return_token_ids": True} | USAGE),
     "a seed": ("/v1/completions", STORY | {"temperature": 1.0, "seed": 7} | USAGE),
     "penalties": ("/v1/completions", STORY | {"frequency_penalty": 1.0} | USAGE),
     "a stop string": ("/v1/completions", STORY | {"stop": ["zebra"]} | USAGE),
     "chat": ("/v1/chat/completions", {"messages": ASK, **GREEDY} | USAGE),
     "a schema": (
-        "/v1/chat/completions",
-        {"messages": ASK, "response_format": SCHEMA, **GREEDY} | USAGE,
+        "/v1/chat/completions", {"messages": ASK, "response_format": SCHEMA, **GREEDY} | USAGE,
     ),
     "messages": ("/v1/messages", {"messages": ASK, **GREEDY}),
     "response": (
@@ -70,7 +66,7 @@ RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": ASK, "options": {"temperature": 0, "num_predict": MAX_TOKENS}},
     ),
     "llama.cpp": ("/completion", {"prompt": "Once", "temperature": 0, "n_predict": MAX_TOKENS}),
-}
+}  # fmt: skip
 #: Requests whose client has nothing until all of the reply is there.
 WHOLE = {
     "whole completion": ("/v1/completions", STORY),

@@ -31,15 +31,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 500) for _ in range(RNG.randint(1, 60))] for _ in range(14)]
 ONE = {
-    "model.dtype": "float32",
-    "model.tokenizer": "none",
-    "parallel.executor": "inline",
-    "parallel.device": "cpu",
-    "parallel.cpu_threads": 1,
-    "cache.block_size": 4,
-    "cache.num_blocks": 120,
-    "scheduler.max_num_batched_tokens": 48,
-}
+    "model.dtype": "float32", "model.tokenizer": "none", "parallel.executor": "inline",
+    "parallel.device": "cpu", "parallel.cpu_threads": 1, "cache.block_size": 4,
+    "cache.num_blocks": 120, "scheduler.max_num_batched_tokens": 48,
+}  # fmt: skip
 
 
 def sizes(pipeline: int, tensor: int = 1) -> dict[str, Any]:

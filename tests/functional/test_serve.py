@@ -31,13 +31,9 @@ pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 SETTINGS = (
-    "parallel.executor=inline",
-    "parallel.cpu_threads=1",
-    "cache.num_blocks=2000",
-    "cache.block_size=16",
-    "scheduler.max_num_seqs=16",
-    "server.port=0",
-)
+    "parallel.executor=inline", "parallel.cpu_threads=1", "cache.num_blocks=2000",
+    "cache.block_size=16", "scheduler.max_num_seqs=16", "server.port=0",
+)  # fmt: skip
 
 
 def text(start: int, length: int) -> list[int]:
@@ -61,12 +57,8 @@ class Deployment:
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "tests.serve_driver", f"model.path={folder}", *SETTINGS],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
         try:
             self.url = URL(self.read())
             self.wait_for_replicas(2)

@@ -51,22 +51,14 @@ def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size:
     sampling_flags = [
         {"temperature": 0.0},
         {
-            "temperature": 0.9,
-            "seed": 1,
-            "top_k": 40,
-            "top_p": 0.9,
-            "repetition_penalty": 1.2,
+            "temperature": 0.9, "seed": 1, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2,
             "frequency_penalty": 0.5,
         },
         {
-            "temperature": 1.2,
-            "seed": 2,
-            "min_p": 0.02,
-            "presence_penalty": 1.0,
-            "logprobs": 3,
+            "temperature": 1.2, "seed": 2, "min_p": 0.02, "presence_penalty": 1.0, "logprobs": 3,
             "logit_bias": {7: 2.0},
         },
-    ]
+    ]  # fmt: skip
     params = [
         SamplingParams(max_tokens=16, ignore_eos=True, **sampling_flags[i % len(sampling_flags)])
         for i in range(len(prompts))

@@ -47,15 +47,9 @@ async def test_required_calls_fit_their_schemas(
     client: openai.AsyncOpenAI, temperature: int
 ) -> None:
     reply = await client.chat.completions.create(
-        model="smollm2",
-        messages=ASK,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        temperature=temperature,
-        seed=3,
-        n=2,
-    )
+        model="smollm2", messages=ASK, tools=TOOLS, tool_choice="required",
+        parallel_tool_calls=False, temperature=temperature, seed=3, n=2,
+    )  # fmt: skip
     for choice in reply.choices:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content is None
@@ -68,12 +62,8 @@ async def test_required_calls_fit_their_schemas(
 
 async def test_streamed_calls_are_those_of_the_whole_reply(client: openai.AsyncOpenAI) -> None:
     options: Any = {
-        "model": "smollm2",
-        "messages": ASK,
-        "tools": TOOLS,
-        "tool_choice": NAMED,
-        "temperature": 0,
-    }
+        "model": "smollm2", "messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0,
+    }  # fmt: skip
     whole = (await client.chat.completions.create(**options)).choices[0]
     deltas = []
     async for chunk in await client.chat.completions.create(**options, stream=True):
@@ -111,13 +101,9 @@ async def test_a_model_that_repeats_a_call_ends(served: Served) -> None:
     """All calls of the only function are equal, and the model may not end by itself."""
     stop = {"type": "function", "function": {"name": "stop"}}
     ask = {
-        "messages": ASK,
-        "tools": [stop],
-        "tool_choice": "required",
-        "logit_bias": {"2": -100},
-        "max_tokens": 200,
-        "n": 2,
-    }
+        "messages": ASK, "tools": [stop], "tool_choice": "required", "logit_bias": {"2": -100},
+        "max_tokens": 200, "n": 2,
+    }  # fmt: skip
     for choice in (await served.post(CHAT, **ask))["choices"]:
         assert choice["finish_reason"] == "tool_calls"
         assert choice["stop_reason"] is None

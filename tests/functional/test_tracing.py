@@ -176,24 +176,16 @@ async def test_the_spans_of_a_request(
     found = attributes(root)
     assert found.pop("gen_ai.usage.input_tokens") == 3
     assert found == {
-        "http.request.method": "POST",
-        "http.route": "/v1/completions",
-        "http.response.status_code": 200,
-        "url.path": "/v1/completions",
-        "url.scheme": "http",
-        "aioinfer.request.id": "r",
-        "aioinfer.api_key.name": "anonymous",
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "aioinfer",
-        "gen_ai.request.model": model,
-        "gen_ai.request.max_tokens": 7,
-        "gen_ai.request.temperature": 0.2,
-        "gen_ai.request.top_p": 0.5,
+        "http.request.method": "POST", "http.route": "/v1/completions",
+        "http.response.status_code": 200, "url.path": "/v1/completions", "url.scheme": "http",
+        "aioinfer.request.id": "r", "aioinfer.api_key.name": "anonymous",
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "aioinfer",
+        "gen_ai.request.model": model, "gen_ai.request.max_tokens": 7,
+        "gen_ai.request.temperature": 0.2, "gen_ai.request.top_p": 0.5,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": ["length"],
-        "gen_ai.usage.cache_read.input_tokens": 0,
-        "gen_ai.usage.output_tokens": 7,
-    }
+        "gen_ai.usage.cache_read.input_tokens": 0, "gen_ai.usage.output_tokens": 7,
+    }  # fmt: skip
     assert collected.resources[0]["service.name"] == "chat-backend"
     assert collected.headers["x-token"] == "s3cret"
     assert not any(b"secret" in body for body in collected.raw), "text of a prompt"
