@@ -86,11 +86,8 @@ async def test_without_a_key_nothing_is_answered(method: str, path: str) -> None
         assert response.status == 401
         assert response.headers["WWW-Authenticate"] == "Bearer"
         error = (await response.json())["error"]
-        assert (error["type"], error["param"], error["code"]) == (
-            "invalid_request_error",
-            None,
-            "invalid_api_key",
-        )
+        found = (error["type"], error["param"], error["code"])
+        assert found == ("invalid_request_error", None, "invalid_api_key")
         assert "secret" not in error["message"]
 
 
@@ -140,11 +137,8 @@ async def test_pages_of_one_origin() -> None:
     async with client(cors_origins=[PAGE, "null"]) as http:
         for path, expected in (("/version", 200), ("/nothing", 404)):
             status, headers = await fetch(http, path, headers={"Origin": PAGE})
-            assert (status, headers["Access-Control-Allow-Origin"], headers["Vary"]) == (
-                expected,
-                PAGE,
-                "Origin",
-            )
+            found = (status, headers["Access-Control-Allow-Origin"], headers["Vary"])
+            assert found == (expected, PAGE, "Origin")
             assert "X-Request-Id" in headers["Access-Control-Expose-Headers"]
         for origin in (
             {"Origin": "https://other.example"},

@@ -87,10 +87,8 @@ async def test_a_chat_keeps_its_history(stream_it: bool) -> None:
 async def test_completions_get_one_text() -> None:
     server = Answering()
     await talk(RequestShape("m"), [TALK], server)
-    assert [body["prompt"] for body in server.bodies[:2]] == [
-        "Be brief.\n\none\n\n",
-        "Be brief.\n\none\n\nan1\n\ntwo\n\n",
-    ]
+    found = [body["prompt"] for body in server.bodies[:2]]
+    assert found == ["Be brief.\n\none\n\n", "Be brief.\n\none\n\nan1\n\ntwo\n\n"]
 
 
 async def test_a_turn_that_fails_ends_its_conversation_alone() -> None:

@@ -51,10 +51,8 @@ def test_smollm2_is_as_transformers_reads_it(tmp_path: Path):
     assert config.rope_parameters["rope_theta"] == theirs["config"]["rope_theta"] == 100_000
     assert config.rms_norm_eps == pytest.approx(theirs["config"]["rms_norm_eps"])
     assert (config.head_dim, config.tie_word_embeddings) == (64, True)
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert found == {"bos_token_id": 1, "eos_token_id": 2}
     assert (tmp_path / "tokenizer.json").is_file()
 
 

@@ -144,10 +144,6 @@ def test_failures_survive_json(error: Any, arrives: Any) -> None:
     report = FailureReport(3, error, "Traceback", 1000, in_collective=True)
     message = decode_message(encode_message("failed", report=plain_failure(report))[0])
     found = failure_report(message["report"], behind_ns=50)
-    assert (found.rank, found.trace, found.at_ns, found.in_collective) == (
-        3,
-        "Traceback",
-        1050,
-        True,
-    )
+    values = (found.rank, found.trace, found.at_ns, found.in_collective)
+    assert values == (3, "Traceback", 1050, True)
     assert (type(found.error), str(found.error)) == (arrives or type(None), str(error))

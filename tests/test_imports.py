@@ -84,10 +84,8 @@ def test_an_import_that_climbs_is_found(tmp_path: Path) -> None:
         "def late():\n"
         "    import aioinfer.api.server\n"
     )
-    assert climbs("ipc.ring", file) == [
-        "line 4: aioinfer.engine.engine.Engine",
-        "line 6: aioinfer.api.server",
-    ]
+    found = climbs("ipc.ring", file)
+    assert found == ["line 4: aioinfer.engine.engine.Engine", "line 6: aioinfer.api.server"]
 
 
 @pytest.mark.parametrize(("package", "banned"), BANNED)

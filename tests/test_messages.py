@@ -34,10 +34,8 @@ def test_text_parts_are_joined_by_newlines() -> None:
 
 
 def test_only_an_assistant_may_have_no_content() -> None:
-    assert message(role="assistant", content=None).for_template() == {
-        "role": "assistant",
-        "content": "",
-    }
+    found = message(role="assistant", content=None).for_template()
+    assert found == {"role": "assistant", "content": ""}
     with pytest.raises(RequestError, match="content is missing") as caught:
         message(role="tool", content=None)
     assert caught.value.param == "messages[0].content"

@@ -62,12 +62,8 @@ def test_both_styles(tmp_path: Path, family: str, style: str):
     config = read(tmp_path, family, head_dim=8, sliding_window=None, **fields)
     assert config.dtype == torch.bfloat16
     assert (config.rope.theta, config.rope.kind, config.rope.scaling) == (5e5, "yarn", yarn)
-    assert (config.max_len, config.head_size, config.num_heads, config.num_kv_heads) == (
-        4096,
-        8,
-        8,
-        2,
-    )
+    found = (config.max_len, config.head_size, config.num_heads, config.num_kv_heads)
+    assert found == (4096, 8, 8, 2)
     assert config.windows == (None,) * 4
     assert not config.tied_embeddings
     assert biases_of(config) == (family == "Qwen2", False, False)
@@ -93,33 +89,22 @@ def test_what_transformers_writes(tmp_path: Path, family: str):
     )
     architecture = json.loads((tmp_path / "config.json").read_text("utf-8"))["architectures"][0]
     assert type(config) is families()[architecture].config
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (
-        512,
-        64,
-        96,
-        5 if family in SHARED_KV else 2,
-    )
+    found = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers)
+    assert found == (512, 64, 96, 5 if family in SHARED_KV else 2)
     assert (config.num_heads, config.num_kv_heads, config.head_size, config.max_len) == (
         8,
         8 if family in SINGLE_HEADS else 2,
         8 if family in NARROW_HEADS else 16,
         512,
     )
-    assert (config.tied_embeddings, config.dtype, config.rope.kind) == (
-        True,
-        torch.float16,
-        "proportional" if family == "gemma4_text" else "default",
-    )
+    found = (config.tied_embeddings, config.dtype, config.rope.kind)
+    assert found == (True, torch.float16, "proportional" if family == "gemma4_text" else "default")
 
 
 def test_what_may_be_left_out(tmp_path: Path):
     config = read(tmp_path, without="num_key_value_heads")
-    assert (config.num_kv_heads, config.head_size, config.rope.theta, config.dtype) == (
-        8,
-        8,
-        10_000.0,
-        torch.float32,
-    )
+    found = (config.num_kv_heads, config.head_size, config.rope.theta, config.dtype)
+    assert found == (8, 8, 10_000.0, torch.float32)
     assert read(tmp_path, "Qwen3").head_size == 128
 
 

@@ -63,9 +63,20 @@ async def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(delta.token_ids) for delta in collected]
 
 
+async def texts_of(frontend: Frontend) -> list[list[int]]:
+    return await tokens_of(await submit_all(frontend))
+
+
 async def until_running(frontend: Frontend, tokens: int = 5) -> None:
     scheduler = frontend.engines[0].scheduler
     await until(lambda: sum(request.num_output for request in scheduler.running) > tokens)
+
+
+async def begin(frontend: Frontend, tokens: int = 5) -> tuple[list[list[int]], list[RequestOutput]]:
+    """Returns the texts of all requests, and the same requests again, which run."""
+    expected, outputs = await texts_of(frontend), await submit_all(frontend)
+    await until_running(frontend, tokens)
+    return expected, outputs
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
@@ -74,9 +85,7 @@ async def test_requests_go_on_after_sleep_with_the_text_that_they_would_have_had
 ) -> None:
     async with launched(folder) as frontend:
         control, scheduler = frontend.control, frontend.engines[0].scheduler
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        expected, outputs = await begin(frontend)
         await control.sleep(mode=mode)
         assert control.sleep_level == 1
         assert not scheduler.running
@@ -106,7 +115,7 @@ async def test_after_abort_new_requests_are_rejected_until_the_model_is_awake(fo
         with pytest.raises(NotReadyError, match="sleeps"):
             await frontend.submit(PROMPTS[0], GREEDY)
         await frontend.control.wake_up()
-        assert await tokens_of(await submit_all(frontend))
+        assert await texts_of(frontend)
 
 
 async def test_a_client_that_goes_away_ends_no_call(
@@ -124,9 +133,7 @@ async def test_a_client_that_goes_away_ends_no_call(
     monkeypatch.setattr(Worker, "sleep", sleep_slowly)
     async with launched(folder) as frontend:
         control = frontend.control
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        expected, outputs = await begin(frontend)
         call = asyncio.ensure_future(control.sleep())
         await until(has_begun.is_set)
         call.cancel()
@@ -155,7 +162,7 @@ async def test_a_pause_outlasts_sleep(folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_modes_of_a_pause(folder: Path, mode: Mode) -> None:
     async with launched(folder) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
+        expected = await texts_of(frontend)
         outputs = await submit_all(frontend)
         scheduler = frontend.engines[0].scheduler
         await until_running(frontend)
@@ -181,9 +188,7 @@ async def test_workers_that_cannot_sleep_go_on(
 
     monkeypatch.setattr(Worker, "sleep", refuse)
     async with launched(folder) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        expected, outputs = await begin(frontend)
         with pytest.raises(WorkerCallError, match="there is no room"):
             await frontend.control.sleep()
         assert frontend.control.sleep_level == 0
@@ -193,9 +198,7 @@ async def test_workers_that_cannot_sleep_go_on(
 async def test_with_a_store_of_kv_blocks_come_back(folder: Path) -> None:
     async with launched(folder, **{"cache.host_bytes": 2**20}) as frontend:
         scheduler = frontend.engines[0].scheduler
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend, 40)
+        expected, outputs = await begin(frontend, 40)
         await frontend.control.sleep()
         await frontend.control.wake_up()
         assert await tokens_of(outputs) == expected
@@ -206,13 +209,11 @@ async def test_with_a_store_of_kv_blocks_come_back(folder: Path) -> None:
 @pytest.mark.extended
 async def test_two_ranks_sleep_and_new_ones_sleep_again(folder: Path, other: Path) -> None:
     async with launched(other) as frontend:
-        new = await tokens_of(await submit_all(frontend))
+        new = await texts_of(frontend)
     settings = {"parallel.tensor_parallel_size": 2, "parallel.restart_workers": 3}
     async with launched(folder, "auto", **settings) as frontend:
         (engine,), control = frontend.engines, frontend.control
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        expected, outputs = await begin(frontend)
         await control.sleep()
         engine.executor.hosts[0]._processes[1].kill()  # type: ignore[attr-defined]
         await until(lambda: engine.state is EngineState.RESTARTING)
@@ -221,15 +222,15 @@ async def test_two_ranks_sleep_and_new_ones_sleep_again(folder: Path, other: Pat
         await control.wake_up()
         assert await tokens_of(outputs) == expected
         await control.update_from_disk(other)
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
         engine.executor.hosts[0]._processes[0].kill()  # type: ignore[attr-defined]
         await until(lambda: engine.state is EngineState.RESTARTING)
         await until(lambda: engine.state is EngineState.SERVING, 60)
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
         assert control.weight_version == "1"
         await control.sleep(2)
         await control.wake_up()
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
 
 
 # ---------------------------------------------------------------- weights
@@ -243,14 +244,14 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def texts_with(folder: Path, **settings: Any) -> list[list[int]]:
     async with launched(folder, **settings) as frontend:
-        return await tokens_of(await submit_all(frontend))
+        return await texts_of(frontend)
 
 
 async def test_new_requests_have_the_text_of_the_new_weights(folder: Path, other: Path) -> None:
     new = await texts_with(other)
     async with launched(folder) as frontend:
         control = frontend.control
-        old = await tokens_of(await submit_all(frontend))
+        old = await texts_of(frontend)
         assert old != new
         assert control.weight_version == "0"
         await control.update_from_disk(other, version="step-7")
@@ -260,7 +261,7 @@ async def test_new_requests_have_the_text_of_the_new_weights(folder: Path, other
         assert outputs[0].weight_versions == ["step-7"]
         await control.update_from_disk(folder)
         assert control.weight_version == "2"
-        assert await tokens_of(await submit_all(frontend)) == old
+        assert await texts_of(frontend) == old
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -268,9 +269,7 @@ async def test_streams_stay_open_while_weights_are_updated(
     folder: Path, other: Path, is_paused: bool
 ) -> None:
     async with launched(folder) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend, 20)
+        expected, outputs = await begin(frontend, 20)
         if is_paused:
             await frontend.control.pause()
         known = [len(output.generated()[0]) for output in outputs]
@@ -287,9 +286,7 @@ async def test_streams_stay_open_while_weights_are_updated(
 
 async def test_equal_weights_change_no_text(folder: Path) -> None:
     async with launched(folder) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend, 20)
+        expected, outputs = await begin(frontend, 20)
         await frontend.control.update_from_disk(folder)
         assert await tokens_of(outputs) == expected
 
@@ -297,15 +294,13 @@ async def test_equal_weights_change_no_text(folder: Path) -> None:
 async def test_a_checkpoint_of_another_model_changes_nothing(folder: Path, tmp_path: Path) -> None:
     wrong = tiny_llama(tmp_path, inner=128)
     async with launched(folder) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        expected, outputs = await begin(frontend)
         with pytest.raises(WorkerCallError, match="has the shape"):
             await frontend.control.update_from_disk(wrong)
         with pytest.raises(WorkerCallError, match="holds no safetensors"):
             await frontend.control.update_from_disk(tmp_path / "nowhere")
         assert await tokens_of(outputs) == expected
-        assert await tokens_of(await submit_all(frontend)) == expected
+        assert await texts_of(frontend) == expected
         assert frontend.control.weight_version == "0"
 
 
@@ -318,13 +313,13 @@ async def test_a_checkpoint_that_lacks_a_tensor_changes_no_stage(tmp_path: Path)
     save_file(lacking, other / "model.safetensors")
     stages = {"parallel.pipeline_parallel_size": 2}
     async with launched(folder, "multiprocess", **stages) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
+        expected = await texts_of(frontend)
         with pytest.raises(WorkerCallError, match=r"model\.norm\.weight"):
             await frontend.control.update_from_disk(other)
-        assert await tokens_of(await submit_all(frontend)) == expected
+        assert await texts_of(frontend) == expected
         save_file(whole, other / "model.safetensors")
         await frontend.control.update_from_disk(other)
-        assert await tokens_of(await submit_all(frontend)) != expected
+        assert await texts_of(frontend) != expected
 
 
 async def test_weights_that_sleep_cannot_be_updated(folder: Path, other: Path) -> None:
@@ -338,7 +333,7 @@ async def test_weights_that_sleep_cannot_be_updated(folder: Path, other: Path) -
         await control.update_from_disk(other)
         assert control.sleep_level == 1
         await control.wake_up()
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
 
 
 @pytest.fixture(scope="module")
@@ -354,18 +349,16 @@ async def test_new_workers_load_weights_of_a_quantized_checkpoint(quantized: lis
     folder, other = quantized
     new = await texts_with(other)
     async with launched(folder) as frontend:
-        old = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        old, outputs = await begin(frontend)
         await frontend.control.update_from_disk(other)
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
         for text, before in zip(await tokens_of(outputs), old, strict=True):
             assert text[:3] == before[:3]
             assert len(text) == 40
         with pytest.raises(WorkerCallError, match="nowhere"):
             await frontend.control.update_from_disk(folder / "nowhere")
         await until(lambda: frontend.engines[0].state is EngineState.SERVING)
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
@@ -376,9 +369,7 @@ async def test_weights_that_were_dropped_are_loaded_again(
     new = await texts_with(other, **settings)
     async with launched(folder, **settings) as frontend:
         control = frontend.control
-        expected = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        expected, outputs = await begin(frontend)
         await control.sleep(2)
         await control.wake_up()
         assert await tokens_of(outputs) == expected
@@ -396,10 +387,10 @@ async def test_weights_that_were_dropped_are_loaded_again(
 
 async def test_weights_that_cannot_be_loaded_again_are_not_dropped(quantized: list[Path]) -> None:
     async with launched(quantized[0]) as frontend:
-        expected = await tokens_of(await submit_all(frontend))
+        expected = await texts_of(frontend)
         with pytest.raises(WorkerCallError, match="quantized"):
             await frontend.control.sleep(2)
-        assert await tokens_of(await submit_all(frontend)) == expected
+        assert await texts_of(frontend) == expected
 
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
@@ -408,9 +399,7 @@ async def test_tensors_replace_weights(folder: Path, other: Path, quantization: 
     new = await texts_with(other, **settings)
     async with launched(folder, **settings) as frontend:
         control = frontend.control
-        old = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        old, outputs = await begin(frontend)
         tensors = list(load_file(other / "model.safetensors").items())
         with pytest.raises(RequestError, match="comes first"):
             await control.update("load_weights", tensors=tensors)
@@ -422,7 +411,7 @@ async def test_tensors_replace_weights(folder: Path, other: Path, quantization: 
         with pytest.raises(WorkerCallError, match="has no tensor nothing"):
             await control.update("load_weights", tensors=[("nothing", torch.ones(1))])
         await control.end_update("tensors")
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
         texts = await tokens_of(outputs)
         assert [len(text) for text in texts] == [40] * 3
         assert [text[:2] for text in texts] == [text[:2] for text in old]
@@ -432,7 +421,7 @@ async def test_tensors_replace_weights(folder: Path, other: Path, quantization: 
             await control.end_update()
         assert control.is_paused
         control.resume()
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
 
 
 async def answers_of(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
@@ -473,7 +462,7 @@ async def test_no_block_of_old_weights_is_used_with_new_ones(tmp_path: Path, way
             await control.update_from_disk(other)
         identities += await control.call_extension(identity_of)
         texts = await tokens_of(outputs)
-        await tokens_of(await submit_all(frontend))
+        await texts_of(frontend)
         longer = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts, strict=True)]
         found = await tokens_of([await frontend.submit(each, GREEDY) for each in longer])
         await control.call_extension("scale_norm", [1.5])
@@ -525,14 +514,14 @@ async def test_a_trainer_broadcasts_to_two_ranks(folder: Path, other: Path) -> N
         await control.update("receive_weights", **info)
         await control.end_update()
         await trainer
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
         assert [len(text) for text in await tokens_of(outputs)] == [40] * 3
         # the trainer is gone
         await control.begin_update()
         with pytest.raises(WorkerCallError, match=r"did not come from rank 0"):
             await control.update("receive_weights", **info)
         await control.end_update()
-        assert await tokens_of(await submit_all(frontend)) == new
+        assert await texts_of(frontend) == new
         # methods of the extension
         (first, pid), (second, other_pid) = await control.call_extension("place", [5])
         assert (first, second) == (5, 6)
@@ -544,9 +533,7 @@ async def test_methods_of_an_extension(folder: Path) -> None:
     settings = {"parallel.worker_extension": "tests.worker_extension.Extension"}
     async with launched(folder, **settings) as frontend:
         control = frontend.control
-        old = await tokens_of(await submit_all(frontend))
-        outputs = await submit_all(frontend)
-        await until_running(frontend)
+        old, outputs = await begin(frontend)
         assert (await control.call_extension("place", [3], {"factor": 2}))[0][0] == 3
         assert await control.call_extension("opaque") == ["tensor([1.])"]
         for name in ("fail", "_hidden", "sleep", "load_weights"):
@@ -555,7 +542,7 @@ async def test_methods_of_an_extension(folder: Path) -> None:
                 await control.call_extension(name)
         assert await tokens_of(outputs) == old
         await control.call_extension("scale_norm", [-1.0])
-        assert await tokens_of(await submit_all(frontend)) != old
+        assert await texts_of(frontend) != old
 
 
 @pytest.mark.parametrize("name", ["tests.worker_extension.Replacing", "tests.nothing.There", "x"])

@@ -309,11 +309,8 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
         async for state in watch(http):
             steps += state["log"]
             running.append(state["running"])
-            assert (state["slots"], state["blocks"], state["block_size"]) == (
-                4,
-                frontend.engines[0].scheduler.kv_cache.num_blocks,
-                16,
-            )
+            found = (state["slots"], state["blocks"], state["block_size"])
+            assert found == (4, frontend.engines[0].scheduler.kv_cache.num_blocks, 16)
             if work is None:
                 assert (state["steps"], state["blocks_used"], state["blocks_cached"]) == (0, 0, 0)
                 work = asyncio.gather(*(complete(http, 140, 100 + index) for index in range(3)))

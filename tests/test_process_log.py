@@ -55,11 +55,8 @@ def test_a_json_line_has_the_traceback_in_it() -> None:
     line = JsonFormatter().format(failed)
     parsed = json.loads(line)
     assert "\n" not in line
-    assert (parsed["level"], parsed["logger"], parsed["message"]) == (
-        "INFO",
-        "aioinfer.x",
-        "a handler failed",
-    )
+    found = (parsed["level"], parsed["logger"], parsed["message"])
+    assert found == ("INFO", "aioinfer.x", "a handler failed")
     assert "ValueError: it\nfailed" in parsed["exception"]
     assert parsed["time"].endswith("+00:00")
 

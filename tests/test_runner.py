@@ -211,10 +211,8 @@ def test_a_mixed_batch_equals_each_alone(model: Model) -> None:
     assert sampled == [
         expected[1][1], expected[4][1], expected[3][0], expected[5][0], expected[0][0],
     ]  # fmt: skip
-    assert steps.tokens(Row(4, len(prompts[4]) + 1, 1), Row(2, 4, len(prompts[2]) - 4)) == [
-        expected[4][2],
-        expected[2][0],
-    ]
+    found = steps.tokens(Row(4, len(prompts[4]) + 1, 1), Row(2, 4, len(prompts[2]) - 4))
+    assert found == [expected[4][2], expected[2][0]]
 
 
 def test_rows_behind_a_wrong_draft_are_skipped(model: Model) -> None:

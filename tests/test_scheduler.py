@@ -731,10 +731,8 @@ def test_a_request_ends_within_its_appended_tokens() -> None:
     harness = Harness(num_blocks=256)
     harness.add(stops, short)
     harness.step()
-    assert harness.scheduler.append(stops, expected[1 : end + 5]) == (
-        end,
-        Finish("stop", expected[end]),
-    )
+    found = harness.scheduler.append(stops, expected[1 : end + 5])
+    assert found == (end, Finish("stop", expected[end]))
     assert harness.scheduler.append(short, expected[1:60]) == (3, Finish("length"))
     assert (stops.finish_reason, stops.stop_reason) == ("stop", expected[end])
     assert (short.finish_reason, short.num_output) == ("length", 4)

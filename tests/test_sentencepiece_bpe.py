@@ -70,10 +70,8 @@ def test_special_pieces_and_named_tokens():
     }
     assert added["[INST]"]
     assert not added["[REFERENCE_DOC_0]"]  # user-defined: found whole, but text
-    assert tokenizer.encode("[INST][REFERENCE_DOC_0]").ids == [
-        3,
-        pieces.texts.index("[REFERENCE_DOC_0]"),
-    ]
+    found = tokenizer.encode("[INST][REFERENCE_DOC_0]").ids
+    assert found == [3, pieces.texts.index("[REFERENCE_DOC_0]")]
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,8 @@ def test_an_admission_is_written_whole() -> None:
     for name, value in params.items():
         if name != "min_tokens":
             assert slots.params[name][2] == value, name
-    assert slots.sampling_flags.tolist() == [
-        0,
-        0,
-        RANDOM | FILTERED | BIASED | PENALIZED | BANNED,
-        0,
-    ]
+    found = slots.sampling_flags.tolist()
+    assert found == [0, 0, RANDOM | FILTERED | BIASED | PENALIZED | BANNED, 0]
     assert slots.current_flags(ids(2), ids(4)) & BANNED
     assert not slots.current_flags(ids(2), ids(5)) & BANNED
 

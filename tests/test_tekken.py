@@ -70,10 +70,8 @@ def test_special_tokens_come_first(tokenizer: Tokenizer):
     known = {"<s>": 1, "[INST]": 3, "[TOOL_CALLS]": 9, "[IMG]": 10, "<SPECIAL_999>": 999}
     assert {text: tokenizer.marker_ids[text] for text in known} == known
     assert tokenizer.encode("".join(known), False) == list(known.values())
-    assert (tokenizer.decode(known.values()), tokenizer.decode(known.values(), False)) == (
-        "",
-        "".join(known),
-    )
+    found = (tokenizer.decode(known.values()), tokenizer.decode(known.values(), False))
+    assert found == ("", "".join(known))
 
 
 def test_streams_with_bytes_that_are_no_text(tokenizer: Tokenizer):

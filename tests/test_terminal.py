@@ -123,7 +123,5 @@ def test_a_paste_is_one_message() -> None:
 
 
 def test_lines_that_come_at_once_are_one_message_where_pastes_are_not_marked() -> None:
-    assert typed("sys.modules['readline'] = None", b"hello\n", b"one\ntwo\nthree\n") == [
-        "got 'hello'",
-        r"got 'one\ntwo\nthree'",
-    ]
+    found = typed("sys.modules['readline'] = None", b"hello\n", b"one\ntwo\nthree\n")
+    assert found == ["got 'hello'", r"got 'one\ntwo\nthree'"]

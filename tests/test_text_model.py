@@ -277,11 +277,8 @@ def test_overrides_are_merged_into_config_json(tmp_path: Path) -> None:
     folder = tiny_model("llama", tmp_path, rope_parameters={"rope_theta": 500.0})
     given = {"rope_parameters": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 1}
     config: Any = load_model_config(folder, model_options(hf_overrides=given))
-    assert (config.rope.theta, config.rope.kind, config.rope.scaling["factor"]) == (
-        500.0,
-        "linear",
-        4.0,
-    )
+    found = (config.rope.theta, config.rope.kind, config.rope.scaling["factor"])
+    assert found == (500.0, "linear", 4.0)
     assert (config.num_layers, config.max_len) == (1, 2048)
     assert load_model_config(folder).max_len == 512
 

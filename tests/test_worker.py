@@ -230,10 +230,8 @@ def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu() -> None:
     gpu = torch.device("cuda")
     assert select_dtype("auto", torch.bfloat16, gpu) == (torch.bfloat16, "bfloat16")
     assert select_dtype("auto", torch.float32, gpu) == (torch.float32, "float32")
-    assert select_dtype("auto", torch.float8_e4m3fn, gpu) == (
-        torch.bfloat16,
-        "bfloat16 (the weights are float8_e4m3fn)",
-    )
+    found = select_dtype("auto", torch.float8_e4m3fn, gpu)
+    assert found == (torch.bfloat16, "bfloat16 (the weights are float8_e4m3fn)")
     assert select_dtype("auto", torch.float32, CPU) == (torch.float32, "float32")
     assert select_dtype("auto", torch.float16, CPU)[0] == torch.float32
     assert select_dtype("bfloat16", torch.float32, CPU) == (torch.bfloat16, "bfloat16")

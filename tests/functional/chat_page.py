@@ -21,6 +21,12 @@ async def say(page: Page, text: str) -> None:
     await page.press("Enter", 13, "\r")
 
 
+async def ask(page: Page, text: str, num_answers: int = 1) -> None:
+    """Sends a message, and returns when so many answers are whole."""
+    await say(page, text)
+    await page.until(f"{IDLE} && $$('.figures').length === {num_answers}")
+
+
 async def set_field(page: Page, name: str, value: str) -> None:
     """Fills in one of the settings, or the tools or the schema."""
     field = f"$('#composer').elements.{name}"

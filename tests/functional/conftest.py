@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +61,20 @@ class Served:
     def engine(self) -> Engine:
         return self.frontend.engines[0]
 
-    async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    async def post(
+        self, path: str, status: int = 200, *, headers: Mapping[str, str] = {}, **body: Any
+    ) -> dict[str, Any]:
         """Posts a JSON body and returns the reply's, whose status must be `status`."""
-        async with self.http.post(path, json=body) as response:
+        async with self.http.post(path, json=body, headers=headers) as response:
             reply = await response.json()
             assert response.status == status, reply
             return reply
+
+    async def get(self, path: str, status: int = 200, **options: Any) -> Any:
+        """Returns the JSON of a path, whose reply's status must be `status`."""
+        async with self.http.get(path, **options) as response:
+            assert response.status == status, await response.text()
+            return await response.json()
 
     async def complete(self, **body: Any) -> dict[str, Any]:
         """Returns the only choice of a completion."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,10 +32,7 @@ async def administered() -> AsyncIterator[Served]:
 
 
 async def admin(served: Served, path: str, status: int = 200, **body: object) -> dict[str, object]:
-    async with served.http.post(path, json=body, headers=ADMIN) as response:
-        reply = await response.json()
-        assert response.status == status, reply
-        return reply
+    return await served.post(path, status, headers=ADMIN, **body)
 
 
 @pytest.mark.sample
@@ -62,16 +60,10 @@ async def test_a_stream_pauses_and_goes_on_with_the_text_that_it_would_have_had(
     assert known < 60
     waiting = asyncio.ensure_future(administered.complete(prompt="Hello", max_tokens=2))
     await until(lambda: scheduler.num_waiting == 1)
-    async with administered.http.get("/health/ready") as response:
-        assert response.status == 503
-    async with administered.http.get("/load") as response:
-        load = await response.json()
-    assert (load["server_load"], load["running"], load["waiting"], load["paused"]) == (
-        2,
-        1,
-        1,
-        True,
-    )
+    await administered.get("/health/ready", 503)
+    load = await administered.get("/load")
+    counts = [load[name] for name in ("server_load", "running", "waiting", "paused")]
+    assert counts == [2, 1, 1, True]
     await asyncio.sleep(0.2)
     assert scheduler.running[0].num_output == known
     assert not streaming.done()
@@ -79,21 +71,14 @@ async def test_a_stream_pauses_and_goes_on_with_the_text_that_it_would_have_had(
     events = await streaming
     assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
     assert (await waiting)["finish_reason"] == "length"
-    async with administered.http.get("/health/ready") as response:
-        assert response.status == 200
+    await administered.get("/health/ready")
 
 
 async def test_abort_ends_a_request_with_what_it_has(administered: Served) -> None:
     scheduler = administered.engine.scheduler
+    headers = {"X-Request-Id": "to-be-ended"}
     body = {**STORY, "max_tokens": 400, "n": 2}
-
-    async def post() -> dict[str, object]:
-        headers = {"X-Request-Id": "to-be-ended"}
-        async with administered.http.post(COMPLETIONS, json=body, headers=headers) as response:
-            assert response.status == 200
-            return await response.json()
-
-    posting = asyncio.ensure_future(post())
+    posting = asyncio.ensure_future(administered.post(COMPLETIONS, headers=headers, **body))
     other = asyncio.ensure_future(administered.complete(**STORY, max_tokens=40))
     await until(lambda: len(scheduler.running) == 3 and scheduler.running[-1].num_output > 5)
     await admin(administered, "/abort", 404, request_id="to-be")
@@ -125,11 +110,9 @@ async def test_after_a_reset_a_prompt_is_computed_anew(administered: Served) -> 
 
 
 async def test_what_the_server_says_of_itself(served: Served) -> None:
-    async with served.http.get("/v1/models/org/alias") as response:
-        card = await response.json()
+    card = await served.get("/v1/models/org/alias")
     assert (card["id"], card["parent"], card["max_model_len"]) == ("org/alias", None, 512)
-    async with served.http.get("/tokenizer_info") as response:
-        info = await response.json()
+    info = await served.get("/tokenizer_info")
     assert info["special_tokens"]["eos_token"] == "<|im_end|>"
     assert info["special_token_ids"]["eos_token"] == 2
     # where lm-eval's remote tokenizer looks for them
@@ -141,18 +124,10 @@ async def test_the_load_of_experts_and_a_placement_of_it(
     served: Served, administered: Served
 ) -> None:
     """Of reports as a worker sends them; a dense model, as this one is, has none of its own."""
-
-    async def get(path: str, status: int = 200) -> Any:
-        async with administered.http.get(path, headers=ADMIN) as response:
-            reply = await response.json()
-            assert response.status == status, reply
-            return reply
-
+    get = partial(administered.get, headers=ADMIN)
     for path in ("/experts", "/experts/placement"):
-        async with served.http.get(path) as response:
-            assert response.status == 403
-        async with administered.http.get(path) as response:
-            assert response.status == 401
+        await served.get(path, 403)
+        await administered.get(path, 401)
     assert await get("/experts") == {"engines": [{"layers": []}]}
     assert (await get("/experts/placement", 404))["error"]["code"] == "nothing_counted"
     async with administered.http.get("/metrics") as response:
@@ -178,11 +153,8 @@ async def test_the_load_of_experts_and_a_placement_of_it(
             ("expert_rank_tokens_total", ',rank="0"', 70.0),
             ("expert_imbalance", ',layer="5"', 2.0),
         ):
-            (line,) = (
-                line
-                for line in text.splitlines()
-                if line.startswith(f"aioinfer:{name}{{") and more.strip(",") in line
-            )
+            lines = re.findall(rf"^aioinfer:{name}{{.*}} .*$", text, re.M)
+            (line,) = (line for line in lines if more.strip(",") in line)
             assert line.endswith(f" {value}")
     finally:
         reports.load = ExpertLoad()

@@ -293,14 +293,12 @@ class TestTokens:
 
 class TestInfo:
     async def test_models(self, served: Served) -> None:
-        async with served.http.get("/v1/models") as response:
-            models = await response.json()
+        models = await served.get("/v1/models")
         assert models["object"] == "list"
         assert [model["id"] for model in models["data"]] == ["smollm2", "org/alias"]
         for model in models["data"]:
             assert (model["object"], model["max_model_len"]) == ("model", 512)
-            async with served.http.get(f"/v1/models/{model['id']}") as response:
-                assert await response.json() == model
+            assert await served.get(f"/v1/models/{model['id']}") == model
 
     async def test_health_and_version(self, served: Served) -> None:
         async with served.http.get("/health") as response:

@@ -106,8 +106,7 @@ async def nothing_is_scheduled(served: Served) -> AsyncIterator[None]:
     yield
     assert served.engine.scheduler.is_idle
     assert served.frontend.stats()["steps"] == steps
-    async with served.http.get("/health") as response:
-        assert response.status == 200
+    await served.get("/health")
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), WRONG_FIELDS)
@@ -141,9 +140,7 @@ async def test_unknown_model(served: Served, path: str) -> None:
 
 
 async def test_unknown_model_card(served: Served) -> None:
-    async with served.http.get("/v1/models/gpt-9") as response:
-        assert response.status == 404
-        check_error(await response.json(), "model")
+    check_error(await served.get("/v1/models/gpt-9", 404), "model")
 
 
 @pytest.mark.parametrize(
@@ -187,9 +184,7 @@ async def test_wrong_method(served: Served, method: str, path: str, allow: str) 
     "path", ["/page/", "/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/models/"]
 )
 async def test_unknown_path(served: Served, path: str) -> None:
-    async with served.http.get(path) as response:
-        assert response.status == 404
-        check_error(await response.json(), None)
+    check_error(await served.get(path, 404), None)
 
 
 @pytest.mark.parametrize("text", ["0123456789" * 90_000, "word " * 180_000])

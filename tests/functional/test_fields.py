@@ -500,8 +500,7 @@ class TestPaths:
         assert error["code"] == "not_found"
 
     async def test_a_path_that_is_like_none(self, served: Served) -> None:
-        async with served.http.get("/v1/sonnets") as response:
-            assert "did you mean" not in (await response.json())["error"]["message"]
+        assert "did you mean" not in (await served.get("/v1/sonnets", 404))["error"]["message"]
 
 
 class TestErrors:

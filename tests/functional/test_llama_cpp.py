@@ -141,16 +141,13 @@ async def test_embeddings(served: Served) -> None:
 
 
 async def test_what_is_said_of_the_server(served: Served) -> None:
-    async with served.http.get("/props") as response:
-        props = await response.json()
+    props = await served.get("/props")
     assert props["model_path"].endswith(".gguf")
     assert props["default_generation_settings"]["n_ctx"] == 512
-    async with served.http.get("/slots") as response:
-        slots = await response.json()
+    slots = await served.get("/slots")
     assert props["total_slots"] == len(slots) == 4
     assert not any(slot["is_processing"] for slot in slots)
-    async with served.http.get("/models") as response:
-        assert (await response.json())["data"][0]["id"] == "smollm2"
+    assert (await served.get("/models"))["data"][0]["id"] == "smollm2"
     messages = [{"role": "user", "content": "Hi"}]
     reply = await served.post("/chat/completions", messages=messages, max_tokens=3)
     assert reply["object"] == "chat.completion"

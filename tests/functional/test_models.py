@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,7 @@ server.served_model_names = ["encoder"]
 
 
 async def test_all_are_listed_and_one_is_awake(three: Served) -> None:
-    async def ask(path: str) -> Any:
-        async with three.http.get(path, headers=ADMIN) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
-
+    ask = partial(three.get, headers=ADMIN)
     listed = {card["id"]: card for card in (await ask("/v1/models"))["data"]}
     assert [*listed] == ["smollm2", "org/alias", "llama", "tuned", "encoder"]
     states = [card["status"]["value"] for card in listed.values()]
@@ -194,8 +191,7 @@ async def test_what_is_refused(three: Served) -> None:
     assert "serves 'smollm2', 'org/alias', 'llama', 'tuned', 'encoder'" in reply["error"]["message"]
     await three.post("/v1/chat/completions", 400, model="encoder", messages=CHAT)
     await three.post("/v1/chat/completions", 400, model="llama", messages=CHAT)
-    async with three.http.get("/props?model=unknown") as response:
-        assert response.status == 404
+    await three.get("/props?model=unknown", 404)
     for path in ("/sleep", "/wake_up?model=llama", "/pause?model=tuned"):
         async with three.http.post(path, headers=ADMIN) as response:
             assert response.status == 409, await response.text()

@@ -139,21 +139,18 @@ async def test_a_schema(served: Served) -> None:
 
 
 async def test_what_is_there(served: Served) -> None:
-    async with served.http.get("/api/tags") as response:
-        models = (await response.json())["models"]
+    models = (await served.get("/api/tags"))["models"]
     assert [model["name"] for model in models] == ["smollm2", "org/alias"]
     assert {model["size"] for model in models} == {await asyncio.to_thread(weights_size)}
     (digest,) = {model["digest"] for model in models}
     assert len(bytes.fromhex(digest)) == 32
-    async with served.http.get("/api/ps") as response:
-        (running,) = (await response.json())["models"]
+    (running,) = (await served.get("/api/ps"))["models"]
     assert (running["name"], running["digest"]) == ("smollm2", digest)
     assert running["size"] > served.engine.report.weights_bytes > 0
     assert running["size_vram"] == 0
     assert running["context_length"] == 512
     assert datetime.fromisoformat(running["expires_at"]) > datetime.now(UTC)
-    async with served.http.get("/api/version") as response:
-        assert "version" in await response.json()
+    assert "version" in await served.get("/api/version")
     shown = await served.post("/api/show", model="smollm2")
     assert "tools" in shown["capabilities"]
 

@@ -49,8 +49,7 @@ async def test_a_name_under_which_a_feature_offers_the_model(featured: Served) -
     (before,), (choice,) = plain["choices"], watched["choices"]
     assert choice["token_ids"] == before["token_ids"]
     assert len(choice["features"]["watch_token"]) == len(choice["token_ids"])
-    async with featured.http.get("/v1/models/smollm2-watched") as response:
-        card = await response.json()
+    card = await featured.get("/v1/models/smollm2-watched")
     assert (card["parent"], card["root"]) == ("smollm2", "smollm2")
 
 

@@ -18,7 +18,7 @@ from yarl import URL
 from aioinfer.api.server import HttpServer
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import make_frontend
-from tests.functional.chat_page import IDLE, LAST_TEXT, posted, say, set_field
+from tests.functional.chat_page import IDLE, LAST_TEXT, ask, posted, say, set_field
 from tests.functional.chromium import EXECUTABLE, Page, open_page
 
 ROOT = Path(__file__).parents[2]
@@ -146,8 +146,7 @@ async def test_the_demo_answers_well_with_its_own_settings(page: Page) -> None:
         ("What is the chemical symbol for water?", "H2O"),
         ("How many days are there in a week?", "7"),
     ):
-        await say(page, question)
-        await page.until(f"{IDLE} && $('.figures')")
+        await ask(page, question)
         assert answer in await page.run(LAST_TEXT)
         await page.run("$('#clear').click()")
 
@@ -166,8 +165,7 @@ async def test_stop(page: Page, url: str, by: str) -> None:
     shown = await page.run(LAST_TEXT)
     assert (await page.run("$('.figures').textContent")).endswith("stopped")
     await set_field(page, "max_tokens", "2")
-    await say(page, "Go on.")
-    await page.until(f"{IDLE} && $$('.figures').length === 2")
+    await ask(page, "Go on.", 2)
     _, second = posted(page)
     kept = second["messages"][1]
     assert kept["role"] == "assistant"
@@ -179,10 +177,8 @@ async def test_a_second_turn_brings_the_first_and_clear_forgets(page: Page) -> N
     await set_field(page, "max_tokens", "8")
     await set_field(page, "temperature", "0")
     assert await page.run("$('#hint').textContent") == "Ask something."
-    await say(page, "My name is Ada.")
-    await page.until(f"{IDLE} && $('.figures')")
-    await say(page, "What is my name?")
-    await page.until(f"{IDLE} && $$('.figures').length === 2")
+    await ask(page, "My name is Ada.")
+    await ask(page, "What is my name?", 2)
     answer = await page.run("$('.answer').textContent")
     first, second = posted(page)
     assert first["messages"] == [{"role": "user", "content": "My name is Ada."}]
@@ -193,8 +189,7 @@ async def test_a_second_turn_brings_the_first_and_clear_forgets(page: Page) -> N
     ]
     await page.run("$('#clear').click()")
     assert await page.run("$$('.turn').length") == 0
-    await say(page, "Hello.")
-    await page.until(f"{IDLE} && $('.figures')")
+    await ask(page, "Hello.")
     assert posted(page)[-1]["messages"] == [{"role": "user", "content": "Hello."}]
 
 
@@ -214,8 +209,7 @@ async def test_settings_reach_the_request(page: Page) -> None:
     }  # fmt: skip
     for name, value in (numbers | {"system": "Be brief.", "stop": "END\n\\n\\n"}).items():
         await set_field(page, name, value)
-    await say(page, "Hello.")
-    await page.until(f"{IDLE} && $('.figures')")
+    await ask(page, "Hello.")
     (body,) = posted(page)
     assert body == {
         "model": "SmolLM2-135M-Instruct",
@@ -231,8 +225,7 @@ async def test_settings_reach_the_request(page: Page) -> None:
     }
     await page.run("$('#reset').click()")
     await set_field(page, "max_tokens", "2")
-    await say(page, "Again.")
-    await page.until(f"{IDLE} && $$('.figures').length === 2")
+    await ask(page, "Again.", 2)
     assert posted(page)[1].keys() == {
         "model", "messages", "stream", "stream_options", "timings_per_token", "max_tokens",
     }  # fmt: skip
@@ -295,8 +288,7 @@ async def test_a_round_with_a_tool(page: Page) -> None:
     names = await page.run(f"[...{choice}.options].map((option) => option.value)")
     assert names == ["auto", "required", "none", ":get_weather"]
     await page.run(f"{choice}.value = 'required'")
-    await say(page, "What is the weather in Paris, in celsius?")
-    await page.until(f"{IDLE} && $('.figures')")
+    await ask(page, "What is the weather in Paris, in celsius?")
     assert await page.run("$('.call .language').textContent") == "get_weather"
     shown = await page.run("$('.call code').textContent")
     arguments = json.loads(shown)
@@ -326,8 +318,7 @@ async def test_a_round_with_a_tool(page: Page) -> None:
 async def test_an_answer_by_a_schema(page: Page) -> None:
     await page.run("$('[data-example=response_format]').click()")
     await set_field(page, "max_tokens", "100")
-    await say(page, "Describe Paris.")
-    await page.until(f"{IDLE} && $('.figures')")
+    await ask(page, "Describe Paris.")
     code = "$('.answer code').textContent"
     shown = await page.run(code)
     described = json.loads(shown)
@@ -361,8 +352,7 @@ async def answer_with(page: Page, text: str) -> None:
     body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
     await page.answer("/v1/chat/completions", 200, "text/event-stream", body)
     count = await page.run("$$('.figures').length")
-    await say(page, "Hello.")
-    await page.until(f"{IDLE} && $$('.figures').length === {count + 1}")
+    await ask(page, "Hello.", count + 1)
 
 
 async def test_an_answer_is_shown_as_markdown(page: Page) -> None:
@@ -761,8 +751,7 @@ async def test_a_server_that_needs_a_key(page: Page, url: str) -> None:
         "!JSON.stringify(localStorage).includes('sk-test')"
     )
     await set_field(page, "max_tokens", "2")
-    await say(page, "Hello.")
-    await page.until(f"{IDLE} && $('.figures')")
+    await ask(page, "Hello.")
     paths = ["/v1/models", "/page/info", "/page/live", "/v1/chat/completions"]
     requested = [URL(request["url"]).path for request in page.requests]
     assert [path for path in requested if path != "/tokenize"] == paths
@@ -801,8 +790,7 @@ async def test_a_model_without_a_chat_template_has_its_text_shown_as_it_is(
     await page.until("$('#hint')?.textContent.includes('no chat template')")
     field = "$('#composer').elements.max_tokens.placeholder"
     assert await page.run(field) == "7"
-    await say(page, "Once")
-    await page.until(f"{IDLE} && $('.figures')")
+    await ask(page, "Once")
     assert await page.run("$('.answer').innerText") == " **a**\n\n\n# <b>"
 
 

@@ -49,11 +49,8 @@ async def test_a_completion(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         "finish": "length",
     }
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (40, 0, 7)
-    assert (second["prompt_tokens"], second["cached_tokens"], second["output_tokens"]) == (
-        40,
-        32,
-        14,
-    )
+    found = (second["prompt_tokens"], second["cached_tokens"], second["output_tokens"])
+    assert found == (40, 32, 14)
     assert len(first["id"]) == 24
     parts = first["queue_ms"] + first["prefill_ms"]
     assert 0 < parts <= first["ttft_ms"] + 0.2
@@ -88,10 +85,8 @@ async def test_what_was_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture
                 await response.read()
         found = await lines(caplog, 2)
     assert [(line["key"], line["status"]) for line in found] == [("alice", 404), ("alice", 400)]
-    assert [(line["client"], line["code"]) for line in found] == [
-        ("127.0.0.1", "not_found"),
-        ("127.0.0.1", "invalid_json"),
-    ]
+    values = [(line["client"], line["code"]) for line in found]
+    assert values == [("127.0.0.1", "not_found"), ("127.0.0.1", "invalid_json")]
     assert found[0]["reason"].startswith("there is nothing at the path /no")
     assert found[1]["reason"].startswith("the body is not valid JSON")
     assert len(found[0]["path"]) == 200

@@ -50,12 +50,8 @@ async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     ]
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-    assert kinds[-4:] == [
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "incomplete",
-    ]
+    found = kinds[-4:]
+    assert found == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text
@@ -436,10 +432,8 @@ async def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             reply = await served.post("/v1/responses", input="Hi", max_output_tokens=1)
             ids.append(reply["id"])
-        async with served.http.get(f"/v1/responses/{ids[0]}") as response:
-            assert response.status == 404
-        async with served.http.get(f"/v1/responses/{ids[1]}") as response:
-            assert response.status == 200
+        await served.get(f"/v1/responses/{ids[0]}", 404)
+        await served.get(f"/v1/responses/{ids[1]}")
 
 
 async def retrieved(client: openai.AsyncOpenAI, id: str, is_wanted: Callable[[Any], bool]) -> Any:
@@ -528,8 +522,7 @@ async def test_events_of_the_background_are_resumed(
     assert found.output_text == text
     again = await client.responses.retrieve(id, stream=True)
     assert [event async for event in again] == events
-    async with served.http.get(f"/v1/responses/{id}?stream=true&starting_after=x") as reply:
-        assert reply.status == 400
+    await served.get(f"/v1/responses/{id}?stream=true&starting_after=x", 400)
     plain = await client.responses.create(**USUAL, input="Hi")
     with pytest.raises(openai.BadRequestError):
         await client.responses.retrieve(plain.id, stream=True)

@@ -122,6 +122,5 @@ async def test_whatever_needs_text_is_rejected_with_the_reason(
 
 async def test_the_page_learns_that_there_is_no_text(without: Served, served: Served) -> None:
     for server, texts in ((without, False), (served, True)):
-        async with server.http.get("/page/info") as response:
-            info = await response.json()
+        info = await server.get("/page/info")
         assert (info["tokenizer"], info["chat"]) == (texts, texts)

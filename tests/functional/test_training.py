@@ -54,11 +54,6 @@ async def call(served: Served, path: str, status: int = 200, **body: Any) -> dic
         return reply
 
 
-async def ask(served: Served, path: str) -> dict[str, Any]:
-    async with served.http.get(path, headers=ADMIN) as response:
-        return await response.json()
-
-
 async def complete(served: Served, **more: Any) -> tuple[dict[str, Any], str]:
     async with served.http.post("/v1/completions", json=BODY | more) as response:
         assert response.status == 200, await response.text()
@@ -67,10 +62,10 @@ async def complete(served: Served, **more: Any) -> tuple[dict[str, Any], str]:
 
 async def test_requests_wait_while_the_model_sleeps(trained: Served) -> None:
     before, _ = await complete(trained, return_token_ids=True)
-    assert await ask(trained, "/is_sleeping") == {"is_sleeping": False}
+    assert await trained.get("/is_sleeping", headers=ADMIN) == {"is_sleeping": False}
     assert await call(trained, "/sleep?level=1&mode=wait") == {"status": "sleeping"}
-    assert await ask(trained, "/is_sleeping") == {"is_sleeping": True}
-    assert await ask(trained, "/is_paused") == {"is_paused": True}
+    assert await trained.get("/is_sleeping", headers=ADMIN) == {"is_sleeping": True}
+    assert await trained.get("/is_paused", headers=ADMIN) == {"is_paused": True}
     async with trained.http.get("/health/ready") as response:
         assert (response.status, "sleeps" in await response.text()) == (503, True)
     waiting = asyncio.ensure_future(complete(trained, return_token_ids=True))
@@ -105,7 +100,7 @@ async def test_answers_name_the_weights(trained: Served, other: Path) -> None:
     await call(trained, "/update_weight_version", new_version="best")
     for broken in ("a\n", "\0b"):  # no response could have it as a header
         await call(trained, "/update_weight_version", 400, new_version=broken)
-    assert await ask(trained, "/weight_info") == {"weight_version": "best"}
+    assert await trained.get("/weight_info", headers=ADMIN) == {"weight_version": "best"}
     error = await call(trained, "/update_weights_from_disk", 400, model_path="/nowhere")
     assert error["error"]["param"] == "model_path"
     assert (await complete(trained))[1] == "best"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,26 +62,30 @@ def test_window_and_soft_cap() -> None:
     )
 
 
+FEW_ROWS = [(1, 5), (1, 130), (1, 0), (1, 1)]
+
+
+def projected_error(
+    rotation: RotationCase,
+    rows: list[tuple[int, int]] = FEW_ROWS,
+    block_size: int = 16,
+    **options: Any,
+) -> float:
+    """Returns the largest error of decodes that read and rotate a projection."""
+    case = AttentionCase(
+        rows, 6, 2, 64, block_size, torch.float32, "cpu", config=SMALL, programs=5, **options
+    )
+    return max(map(error, projected_attention(case, rotation)))
+
+
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
 def test_decodes_from_a_projection_apply_norm_and_rope_and_write_the_cache(
     normed: bool, rotary: int
 ) -> None:
-    rows = [(1, 5), (1, 130), (1, 0), (1, 1), (1, 33), (1, 16), (1, 17)]
-    for window, soft_cap, block_size in ((0, 0.0, 16), (20, 5.0, 32)):
-        case = AttentionCase(
-            rows,
-            6,
-            2,
-            64,
-            block_size,
-            dtype=torch.float32,
-            device="cpu",
-            config=SMALL,
-            programs=5,
-            window=window,
-            soft_cap=soft_cap,
-        )
-        assert max(map(error, projected_attention(case, RotationCase(rotary, normed)))) < 1e-5
+    rows = [*FEW_ROWS, (1, 33), (1, 16), (1, 17)]
+    rotation = RotationCase(rotary, normed)
+    assert projected_error(rotation, rows) < 1e-5
+    assert projected_error(rotation, rows, block_size=32, window=20, soft_cap=5.0) < 1e-5
 
 
 def test_tiles_smaller_and_larger_than_blocks() -> None:
@@ -183,12 +188,7 @@ def test_a_sink_counts_once_however_a_row_is_split(programs: int) -> None:
 
 
 def test_sinks_of_decodes_from_a_projection() -> None:
-    rows = [(1, 5), (1, 130), (1, 0), (1, 1)]
-    case = AttentionCase(
-        rows, 6, 2, 64, 16, torch.float32, "cpu",
-        config=SMALL, programs=5, window=20, has_sinks=True,
-    )  # fmt: skip
-    assert max(map(error, projected_attention(case, RotationCase(64)))) < 1e-5
+    assert projected_error(RotationCase(64), window=20, has_sinks=True) < 1e-5
 
 
 @pytest.mark.extended
@@ -217,14 +217,10 @@ def test_sinks_that_weigh_nothing_and_all(logit: float, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
 def test_rotations_of_decodes_from_a_projection(rotation: RotationCase) -> None:
     """None at all, norms that follow it, and positions apart from places: one a token or three."""
-    case = AttentionCase(
-        [(1, 5), (1, 130), (1, 0), (1, 1)], 6, 2, 64, 16, torch.float32, "cpu",
-        config=SMALL, programs=5,
-    )  # fmt: skip
-    assert max(map(error, projected_attention(case, rotation))) < 1e-5
+    assert projected_error(rotation) < 1e-5
 
 
-ALIBI_ROWS = [(1, 5), (1, 130), (1, 0), (1, 1), (7, 33), (20, 65)]
+ALIBI_ROWS = [*FEW_ROWS, (7, 33), (20, 65)]
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (20, 5.0)])
@@ -240,11 +236,7 @@ def test_alibi_with_sinks_over_a_float8_cache() -> None:
 
 
 def test_alibi_of_decodes_from_a_projection() -> None:
-    case = AttentionCase(
-        ALIBI_ROWS[:4], 6, 2, 64, 16, torch.float32, "cpu", config=SMALL, programs=5,
-        has_slopes=True,
-    )  # fmt: skip
-    assert max(map(error, projected_attention(case, RotationCase(0)))) < 1e-5
+    assert projected_error(RotationCase(0), has_slopes=True) < 1e-5
 
 
 FLOAT8_ROWS = [(1, 5), (1, 40), (1, 130), (1, 0), (1, 1), (7, 33), (40, 40), (20, 65)]
@@ -287,10 +279,6 @@ def test_pairs_of_channels_with_options() -> None:
 
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
 def test_decodes_from_a_projection_write_a_float8_cache(normed: bool, rotary: int) -> None:
-    rows = [(1, 5), (1, 130), (1, 0), (1, 1), (1, 33)]
-    case = AttentionCase(
-        rows, 6, 2, 64, 16, torch.float32, "cpu",
-        config=SMALL, programs=5, cache_dtype=torch.float8_e4m3fn,
-    )  # fmt: skip
+    rotation, rows = RotationCase(rotary, normed), [*FEW_ROWS, (1, 33)]
     # a product that lies between two numbers of float8 may round to the other one
-    assert max(map(error, projected_attention(case, RotationCase(rotary, normed)))) < 2e-3
+    assert projected_error(rotation, rows, cache_dtype=torch.float8_e4m3fn) < 2e-3

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from aioinfer.kernels.delta_prefill import DeltaPrefillConfig
 from delta_cases import DeltaCase, Row, prefill
+
+Make = Callable[..., DeltaCase]
 
 
 def small(**fields: object) -> DeltaCase:
@@ -47,24 +51,40 @@ def test_heads_of_other_sizes(key: int, value: int) -> None:
     assert max(prefill(case, [Row(19, 40, (1,))])) < 1e-5
 
 
+def by_channel(**fields: object) -> DeltaCase:
+    """Kimi delta attention: decays by channel, and gates that are sigmoids."""
+    return small(by_channel=True, group=1, **fields)
+
+
+@pytest.mark.parametrize("make", [small, by_channel])
 @pytest.mark.parametrize("values", [16, 32])
-def test_the_norm_in_the_scan_and_after_it(values: int) -> None:
+def test_the_norm_in_the_scan_and_after_it(make: Make, values: int) -> None:
     """A program has half of a head's values, or all of them."""
     config = DeltaPrefillConfig(values, 4, 1, 4)
-    assert max(prefill(small(value=32), [Row(19, 40)], config=config)) < 1e-5
+    assert max(prefill(make(value=32), [Row(19, 40)], config=config)) < 1e-5
 
 
-@pytest.mark.parametrize(("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0)])
-def test_decays_near_one_and_zero(a_log: tuple[float, float], shift: float) -> None:
+@pytest.mark.parametrize(
+    ("make", "a_log", "shift", "heads"),
+    [
+        (small, (-9.0, -8.0), -4.0, 1), (small, (2.0, 2.8), 30.0, 1),
+        (by_channel, (-9.0, -8.0), -4.0, 3), (by_channel, (2.0, 2.8), 30.0, 3),
+        (by_channel, (-3.0, 3.0), 2.0, 3),
+    ],
+)  # fmt: skip
+def test_decays_near_one_and_zero(
+    make: Make, a_log: tuple[float, float], shift: float, heads: int
+) -> None:
     """A state that is kept, and one that is forgotten within a token: its decay is exp(-480), whose
-    inverse is no float32."""
-    case = small(a_log=a_log, shift=shift, block_size=64)
+    inverse is no float32. In the last case some heads keep it and others forget it."""
+    case = make(a_log=a_log, shift=shift, block_size=64, key_heads=heads)
     assert max(prefill(case, [Row(100, 130)])) < 1e-5
 
 
-def test_equal_keys() -> None:
+@pytest.mark.parametrize("make", [small, by_channel])
+def test_equal_keys(make: Make) -> None:
     """Products of equal keys are all 1: sums of powers of their matrix would cancel digits."""
-    case = small(same_keys=True, a_log=(-9.0, -8.0), block_size=64)
+    case = make(same_keys=True, a_log=(-9.0, -8.0), block_size=64)
     assert max(prefill(case, [Row(129, 129)])) < 1e-5
 
 
@@ -82,13 +102,9 @@ def test_states_in_bfloat16() -> None:
     assert 1e-6 < matrices < 8e-3  # the interpreter cuts bits off instead of rounding
 
 
-def test_inputs_in_float16() -> None:
-    assert max(prefill(small(dtype=torch.float16), [Row(40, 50)])) < 4e-3
-
-
-def by_channel(**fields: object) -> DeltaCase:
-    """Kimi delta attention: decays by channel, and gates that are sigmoids."""
-    return small(by_channel=True, group=1, **fields)
+@pytest.mark.parametrize("make", [small, by_channel])
+def test_inputs_in_float16(make: Make) -> None:
+    assert max(prefill(make(dtype=torch.float16), [Row(40, 50)])) < 4e-3
 
 
 @pytest.mark.parametrize("length", [2, 15, 16, 17, 33])
@@ -118,27 +134,3 @@ def test_decays_by_channel_of_many_rows(block_size: int, key: int, value: int) -
     ]  # fmt: skip
     case = by_channel(block_size=block_size, key=key, value=value)
     assert max(prefill(case, rows)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0), ((-3.0, 3.0), 2.0)]
-)
-def test_decays_by_channel_near_one_and_zero(a_log: tuple[float, float], shift: float) -> None:
-    """In the last case some heads keep the state and others forget it within a token."""
-    case = by_channel(a_log=a_log, shift=shift, block_size=64, key_heads=3)
-    assert max(prefill(case, [Row(100, 130)])) < 1e-5
-
-
-def test_equal_keys_with_decays_by_channel() -> None:
-    case = by_channel(same_keys=True, a_log=(-9.0, -8.0), block_size=64)
-    assert max(prefill(case, [Row(129, 129)])) < 1e-5
-
-
-@pytest.mark.parametrize("values", [16, 32])
-def test_the_norm_with_gates_that_are_sigmoids(values: int) -> None:
-    config = DeltaPrefillConfig(values, 4, 1, 4)
-    assert max(prefill(by_channel(value=32), [Row(19, 40)], config=config)) < 1e-5
-
-
-def test_decays_by_channel_in_float16() -> None:
-    assert max(prefill(by_channel(dtype=torch.float16), [Row(40, 50)])) < 4e-3

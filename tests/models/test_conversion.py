@@ -67,23 +67,15 @@ def test_the_configuration_of_gemma_3_270m(converted: Callable[[str], Path]):
     """As published, as far as a GGUF file of it goes."""
     config = AutoConfig.from_pretrained(converted(GEMMA))
     assert (config.model_type, config.architectures) == ("gemma3_text", ["Gemma3ForCausalLM"])
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (
-        640,
-        2048,
-        18,
-    )
+    found = (config.hidden_size, config.intermediate_size, config.num_hidden_layers)
+    assert found == (640, 2048, 18)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 256)
     assert (config.query_pre_attn_scalar, config.sliding_window) == (256, 512)
-    assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == [
-        5,
-        11,
-        17,
-    ]
+    found = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    assert found == [5, 11, 17]
     assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000
     assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000
     assert config.tie_word_embeddings
     assert config.final_logit_softcapping is None
-    assert json.loads((converted(GEMMA) / "generation_config.json").read_text()) == {
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    }
+    found = json.loads((converted(GEMMA) / "generation_config.json").read_text())
+    assert found == {"bos_token_id": 2, "eos_token_id": 1}
