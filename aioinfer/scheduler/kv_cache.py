@@ -412,8 +412,6 @@ class KVCacheManager:
         blocks are loaded, are complete and they are the only owners."""
         loading = list(loading)
         running = [*running, *(request for request in loading if request.blocks)]
-        if self.store is not None:
-            self.store.check_integrity([pool.index for pool in self.pools], loading)
         if self.loads is not None:
             self.loads.check_integrity(loading)
         for request in running:

@@ -151,8 +151,10 @@ class PrefixLoads:
         self._free(request)
         request.num_computed = request.num_settled = 0
 
-    def check_integrity(self, loading: Iterable[Request]) -> None:
-        """Raises IntegrityError unless blocks are reserved for those requests that load some."""
+    def check_integrity(self, loading: Sequence[Request]) -> None:
+        """Raises IntegrityError unless the store's records are right, and blocks are reserved for
+        those requests that load some."""
+        self._store.check_integrity([pool.index for pool in self._pools], loading)
         if self._reserved.keys() != {request for request in loading if request.blocks}:
             raise IntegrityError("blocks are reserved for a request that loads none")
 
