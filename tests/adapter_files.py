@@ -9,6 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from aioinfer.features.adapters.checkpoint import open_adapter
+from aioinfer.features.adapters.layers.parts import AdapterWeights, PieceCopies
+from aioinfer.features.adapters.layers.slots import AdapterSlots
+
 
 def write_adapter(
     folder: Path, modules: Mapping[str, tuple[int, int]], *, rank: int, deviation: float = 0.1
@@ -42,3 +46,17 @@ def write_adapter(
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
     return added
+
+
+def pack_adapter(slots: AdapterSlots, weights: Mapping[str, AdapterWeights]) -> torch.Tensor:
+    """Returns an adapter in the form of a slot."""
+    packed = torch.zeros(slots.slot_numbers, dtype=slots.backend.dtype)
+    copies = PieceCopies(slots.pieces(weights, packed))
+    copies.run([p.target for p in copies.pieces], [p.source for p in copies.pieces])
+    return packed
+
+
+def digest_adapter(folder: Path) -> tuple[str, str]:
+    """Returns the digests of an adapter's files; see `OpenAdapter.digests`."""
+    with open_adapter(folder) as adapter:
+        return adapter.digests(adapter.layout().runs)

@@ -22,17 +22,23 @@ from safetensors.torch import load_file, save_file
 from aioinfer.async_llm import AsyncLLM
 from aioinfer.config import LoraConfig
 from aioinfer.errors import ConfigError, GenerationError, RequestError
-from aioinfer.features.adapters.checkpoint import digest_adapter
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Planning
-from aioinfer.features.adapters.sections import DROP, READ, AdapterFiles
+from aioinfer.features.adapters.sections import (
+    DROP,
+    READ,
+    AdapterChanges,
+    AdapterFiles,
+    AdapterStates,
+)
 from aioinfer.features.adapters.serving import Serving
-from aioinfer.features.adapters.worker import READERS, HostAdapters, Work
+from aioinfer.features.adapters.worker import READERS, HostAdapters, PendingStates, Work
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
+from tests.adapter_files import digest_adapter
 from tests.adapters import adapted_text, make_adapter, prompt_scores
 from tests.encoder_models import tiny_encoder
 from tests.source_models import save_model
@@ -424,6 +430,42 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         await llm.close()
 
 
+async def test_a_step_may_use_one_adapter_that_enters_with_it(
+    llama: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though others run meanwhile; further ones are for the next step."""
+    llm = await launch(llama)
+    try:
+        planning, _ = halves(llm)
+        announce, found = planning.announce, list[AdapterChanges]()
+
+        def listen() -> Any:
+            section = announce()
+            if section is not None:
+                found.append(section)
+            return section
+
+        monkeypatch.setattr(planning, "announce", listen)
+        first = asyncio.create_task(generate(llm, llama, None, 400))
+        (engine,) = llm.frontend.engines
+        await until(lambda: engine.scheduler.num_running)
+        outputs = await asyncio.gather(*(generate(llm, llama, name) for name in ADAPTERS))
+        for name, output in zip(ADAPTERS, outputs, strict=True):
+            assert output.completions[0].token_ids == llama.text(name)
+        assert not first.done()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    finally:
+        await llm.close()
+    entered = [each for each in found if (each.slots >= 0).any()]
+    assert sum((each.slots >= 0).sum() for each in entered) == len(ADAPTERS)
+    for each in entered:
+        slots, waits = each.slots[each.slots >= 0], each.waits[each.slots >= 0]
+        assert waits.tolist() == [1] + [0] * (len(slots) - 1)
+        assert slots[0] in each.adapters
+        assert not {*slots[1:].tolist()} & {*each.adapters.tolist()}
+
+
 async def test_requests_that_wait_for_one_slot_run_with_others_of_their_adapter(
     llama: Adapted,
 ) -> None:
@@ -711,7 +753,7 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     folder = llama.adapters["small"]
     host, files = (
         HostAdapters(slots, 0),
-        AdapterFiles(str(folder), digest_adapter(folder, whole=False)),
+        AdapterFiles(str(folder), digest_adapter(folder)[1]),
     )
     first, may_go_on = host.read(1, files), threading.Event()
     first.result()
@@ -720,9 +762,12 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     second = host.read(2, files)
     assert host.report() == [(1, READ)]
     assert host.read(1, files) is first
+    states = PendingStates(AdapterStates, (), host.report)
     may_go_on.set()
-    second.result()
-    assert host.report() == [(2, READ)]
+    second.result()  # after a step was launched that tells of it
+    found = states.to_section()
+    assert isinstance(found, AdapterStates)
+    assert (found.numbers.tolist(), found.states.tolist()) == ([2], [READ])
     assert host.read(2, files) is second
     assert host.report() == [(1, DROP)]
     assert {*host._kept} == {2}

@@ -16,18 +16,17 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def digest_files(path: Path, *, whole: bool = False) -> bytes:
+def digest_files(path: Path) -> bytes:
     """Returns a digest of the names, sizes and contents of a file, or of the files in a folder;
-    of long ones samples, unless `whole`. Raises OSError."""
+    of long ones samples. Raises OSError."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as opened:
-            if whole or size <= _SAMPLES * _SAMPLE_BYTES:
-                while data := opened.read(1 << 20):
-                    digest.update(data)
+            if size <= _SAMPLES * _SAMPLE_BYTES:
+                digest.update(opened.read())
                 continue
             step = (size - _SAMPLE_BYTES) / (_SAMPLES - 1)
             places = [int(number * step) for number in range(_SAMPLES)]

@@ -20,6 +20,7 @@ from aioinfer.layers.step import SampledRows, Step
 from aioinfer.layers.transfers import Offload
 from aioinfer.models.registry import NO_MEDIA, build_model
 from aioinfer.worker.kv_tensors import KVTensors
+from tests.adapter_files import pack_adapter
 from tests.paged_model import make_step, model_options
 
 CPU = torch.device("cpu")
@@ -84,9 +85,7 @@ class Bound:
                     for side, size in shapes.items()
                 }
                 weights[name] = AdapterWeights(**given, scale=0.7, merged=shape.merged)
-            packed = torch.empty(slots.slot_numbers, dtype=slots.backend.dtype)
-            slots.pack(weights, packed)
-            slots.enter(slot, packed, 8 - slot)
+            slots.enter(slot, pack_adapter(slots, weights), 8 - slot)
 
     def run(self, step: Step) -> torch.Tensor:
         """Returns the hidden states."""

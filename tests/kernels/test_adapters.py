@@ -31,6 +31,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step, StepInputs
 from aioinfer.worker.step_graphs import mixed_sizes
+from tests.adapter_files import pack_adapter
 
 CPU = torch.device("cpu")
 
@@ -164,9 +165,7 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
             )
             for name in "ab"
         }  # fmt: skip
-        packed = torch.empty(slots.slot_numbers, dtype=slots.backend.dtype)
-        slots.pack(weights, packed)
-        slots.enter(slot, packed, rank)
+        slots.enter(slot, pack_adapter(slots, weights), rank)
         added[slot] = torch.cat([0.5 * each.up @ each.down for each in weights.values()])
     of_tokens = torch.randint(-1, 3, (tokens,), dtype=torch.int32, generator=generator)
     slots.of_slots.copy_(of_tokens + 1)

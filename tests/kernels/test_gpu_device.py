@@ -43,6 +43,7 @@ from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.stage_links import Receive, StageLinks
 from aioinfer.worker.warm_up import DummySteps, GraphBodies
+from tests.adapter_files import pack_adapter
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
@@ -547,9 +548,7 @@ def enter_adapter(slots: AdapterSlots, slot: int, rank: int) -> None:
     for module, shape in slots.modules.items():
         given = {side: random(*size) for side, size in shape.of_rank(rank).items()}
         weights[module] = AdapterWeights(**given, scale=0.5)
-    packed = torch.empty(slots.slot_numbers, dtype=slots.backend.dtype)
-    slots.pack(weights, packed)
-    slots.enter(slot, packed, rank)
+    slots.enter(slot, pack_adapter(slots, weights), rank)
 
 
 def test_rows_of_several_adapters_share_steps(folder: Path) -> None:

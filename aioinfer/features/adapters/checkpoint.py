@@ -1,23 +1,28 @@
 """Adapters as `peft` saves them: a folder with `adapter_config.json` and
-`adapter_model.safetensors`. Neither can run code; pickles (`adapter_model.bin`) are not read."""
+`adapter_model.safetensors`. Neither can run code; pickles (`adapter_model.bin`) are not read.
+
+Workers read adapters while they serve (`reading`). So an adapter's numbers are read in few `Run`s,
+and its `AdapterLayout`, which takes thousands of operations, is the same for all with one header.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.features.adapters.layers.parts import PROMPT, AdapterWeights
-from aioinfer.ipc.content_digest import digest_files
+from aioinfer.ipc.content_digest import DIGEST_BYTES
 from aioinfer.models.text_model import own_name
 
 CONFIG, WEIGHTS, _OTHER = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -26,7 +31,15 @@ CONFIG, WEIGHTS, _OTHER = "adapter_config.json", "adapter_model.safetensors", "a
 _MAX_CONFIG_BYTES = 1 << 20
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 #: Types of numbers, as safetensors names them.
-_DTYPES = ("F16", "BF16", "F32", "F64")
+_DTYPES = {
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+#: Numbers that are read at once, unless a matrix has more: they stay in the caches of a core.
+_RUN_BYTES = 16 << 20
+#: Of each matrix so many bytes are compared at its beginning, and at equal distances: training that
+#: has changed a matrix has changed it nearly everywhere.
+_SAMPLE_BYTES, _SAMPLE_DISTANCE = 1024, 1 << 20
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+?)(?P<depth>(\.base_layer)*)"
     r"\.lora_((?P<side>[AB])(\.\w+)?\.weight|embedding_(?P<table>[AB])(\.\w+)?)"
@@ -61,13 +74,12 @@ class AdapterConfig:
     prompt_tokens: int
 
     @classmethod
-    def read(cls, folder: Path) -> AdapterConfig:
-        """Reads a folder. Raises `ConfigError` for what is not supported."""
-        file = folder / CONFIG
+    def parse(cls, text: bytes, file: Path) -> AdapterConfig:
+        """Parses the content of a file. Raises `ConfigError` for what is not supported."""
         try:
-            if file.stat().st_size > _MAX_CONFIG_BYTES:
+            if len(text) > _MAX_CONFIG_BYTES:
                 raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
-            given = json.loads(file.read_text("utf-8"))
+            given = json.loads(text)
             if not isinstance(given, dict):
                 raise ValueError("it does not hold an object")
             _refuse(given)
@@ -80,10 +92,10 @@ class AdapterConfig:
                 int(given["num_virtual_tokens"]) if is_prompt else 0,
             )
         except (
-            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, re.error,
+            ValueError, KeyError, TypeError, OverflowError, RecursionError, re.error,
         ) as error:  # fmt: skip
-            text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{file} cannot be read: {text}") from error
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{file} cannot be read: {reason}") from error
 
     def scale_of(self, module: str, rank: int) -> float:
         """Returns by what the product of a module is multiplied."""
@@ -127,11 +139,6 @@ def write_adapter(
     # safetensors takes no tensors that share memory
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(own, folder / WEIGHTS)
-
-
-def digest_adapter(folder: Path, *, whole: bool) -> str:
-    """Returns a digest of an adapter's files; unless `whole`, of parts of them. Raises OSError."""
-    return "".join(digest_files(folder / name, whole=whole).hex() for name in (CONFIG, WEIGHTS))
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
@@ -178,34 +185,200 @@ def _by_module(default: Any, patterns: Any, convert: Callable[[Any], _T]) -> Cal
     return lambda module: next((value for p, value in found if p.fullmatch(module)), own)
 
 
-def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWeights]:
-    """Returns an adapter's matrices by the module of the checkpoint, or its soft prompt (see
-    `PROMPT`); `on_meta` their shapes alone.
+class Run(NamedTuple):
+    """Matrices that lie one after the other in an adapter's file, with numbers of one type.
 
-    Raises:
-        ConfigError: there are other tensors, matrices without their counterparts, or the files
-            cannot be read.
+    Attributes:
+        start, nbytes: where the numbers are in the file.
+        dtype: of the numbers.
+        first: how many numbers the runs before have.
+        samples: the samples among the bytes.
     """
-    config, path = AdapterConfig.read(folder), folder / WEIGHTS
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    first: int
+    samples: Sequence[slice]
+
+    def sample(self, numbers: memoryview) -> bytes:
+        """Returns the samples of the run's bytes."""
+        return b"".join([numbers[each] for each in self.samples])
+
+
+class AdapterLayout(NamedTuple):
+    """What an adapter's files say beside numbers.
+
+    Attributes:
+        config: the configuration.
+        weights: matrices by the module of the checkpoint, or the soft prompt (see `PROMPT`): on the
+            meta device, views of the numbers of all runs.
+        runs: where the numbers are in the file.
+    """
+
+    config: AdapterConfig
+    weights: Mapping[str, AdapterWeights]
+    runs: Sequence[Run]
+
+
+class OpenAdapter:
+    """The files of an adapter, of which the one with the matrices is open.
+
+    Args:
+        folder: of the adapter.
+        config: the content of its configuration.
+        file: with the matrices.
+
+    Attributes:
+        folder: the same.
+        head: all that the files say beside numbers: adapters with one head have one layout.
+    """
+
+    def __init__(self, folder: Path, config: bytes, file: BinaryIO):
+        self.folder, self._config, self._file = folder, config, file
+        length = int.from_bytes(file.read(8), "little")
+        self._header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+        self._start = 8 + length
+        self.head = config + b"\0" + self._header
+
+    def layout(self) -> AdapterLayout:
+        """Returns the layout. Raises `ConfigError` if there are other tensors, or matrices without
+        their counterparts, or the files cannot be read."""
+        config = AdapterConfig.parse(self._config, self.folder / CONFIG)
+        path, entries = self.folder / WEIGHTS, self._entries()
+        names = [name for name in entries if not _BASE.fullmatch(name)]
+        if not config.prompt_tokens:
+            places = _places(path, names, config)
+        elif names == [PROMPT]:
+            places = {(PROMPT, "up"): (PROMPT, False)}
+        else:
+            raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(names)}")
+        matrices, runs = _lay_out({name: entries[name] for name in names}, self._start)
+        sides: dict[str, dict[str, torch.Tensor]] = {}
+        for (module, side), (name, is_stack) in places.items():
+            matrix = matrices[name]
+            if is_stack:
+                matrix = _unstacked(matrix, config.rank_of(module), side)
+            sides.setdefault(module, {})[side] = matrix
+        return AdapterLayout(config, _weights_of(sides, config, self.folder), runs)
+
+    def _entries(self) -> dict[str, _Entry]:
+        """Returns the tensors of the file by name. Raises `ConfigError`."""
+        path, size = self.folder / WEIGHTS, self._file.seek(0, 2) - self._start
+        try:
+            given = json.loads(self._header)
+            given.pop("__metadata__", None)
+            found = {
+                name: _Entry(
+                    str(each["dtype"]),
+                    tuple(map(int, each["shape"])),
+                    *map(int, each["data_offsets"]),
+                )
+                for name, each in given.items()
+            }
+            if not all(0 <= each.begin <= each.end <= size for each in found.values()):
+                raise ValueError("a tensor is not in the file")
+        except (
+            ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+        ) as error:  # fmt: skip
+            raise ConfigError(f"{path} cannot be read: its header is broken: {error}") from error
+        return found
+
+    def read(self, run: Run, memory: memoryview) -> memoryview:
+        """Reads the numbers of a run into memory, and returns the part that they take. Raises
+        `ConfigError`."""
+        numbers = memory[: run.nbytes]
+        self._file.seek(run.start)
+        if self._file.readinto(numbers) < run.nbytes:  # type: ignore[attr-defined]
+            raise ConfigError(f"{self.folder / WEIGHTS} cannot be read: it ends too early")
+        return numbers
+
+    def digest(self) -> Any:
+        """Returns a hash of the head, to which numbers are to be added."""
+        return blake2b(self.head, digest_size=DIGEST_BYTES)
+
+    def digests(self, runs: Sequence[Run]) -> tuple[str, str]:
+        """Returns digests of the files: of all numbers, and of samples. Raises `ConfigError`."""
+        whole, sample = self.digest(), self.digest()
+        memory = memoryview(bytearray(max(run.nbytes for run in runs)))
+        for run in runs:
+            numbers = self.read(run, memory)
+            whole.update(numbers)
+            sample.update(run.sample(numbers))
+        return whole.hexdigest(), sample.hexdigest()
+
+
+@contextmanager
+def open_adapter(folder: Path) -> Iterator[OpenAdapter]:
+    """Opens an adapter's files. Raises `ConfigError` if they cannot be read."""
+    path = folder / CONFIG
     try:
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if not _BASE.fullmatch(name)]  # noqa: SIM118
-            if not config.prompt_tokens:
-                places = _places(path, names, config)
-            elif names == [PROMPT]:
-                places = {(PROMPT, "up"): (PROMPT, False)}
-            else:
-                raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(names)}")
-            sides: dict[str, dict[str, torch.Tensor]] = {}
-            for (module, side), (name, is_stack) in places.items():
-                tensor = _read_tensor(file, name, on_meta=on_meta)
-                if is_stack:
-                    tensor = _unstacked(tensor, config.rank_of(module), side)
-                sides.setdefault(module, {})[side] = tensor
-    except (OSError, SafetensorError) as error:
+        with path.open("rb") as file:
+            config = file.read(_MAX_CONFIG_BYTES + 1)
+        path = folder / WEIGHTS
+        with path.open("rb") as file:
+            yield OpenAdapter(folder, config, file)
+    except OSError as error:
         if not path.exists() and (other := path.with_name(_OTHER)).exists():
             raise ConfigError(f"{other} may run code: save the adapter as {WEIGHTS}") from error
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+class _Entry(NamedTuple):
+    """A tensor of a file of safetensors; bytes from `begin` to `end` behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _lay_out(
+    entries: Mapping[str, _Entry], start: int
+) -> tuple[dict[str, torch.Tensor], list[Run]]:
+    """Returns matrices by name, as in `AdapterLayout.weights`, and their runs. Raises `ConfigError`
+    for tensors that are no matrices, or have other numbers.
+
+    Args:
+        start: the first byte behind the file's header.
+    """
+    groups: list[list[_Entry]] = []
+    offsets, count = dict[str, int](), 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        dtype, shape, begin, end = entry
+        if dtype not in _DTYPES:
+            raise ConfigError(f"the adapter's {name} has {dtype}, and not {', '.join(_DTYPES)}")
+        if len(shape) != 2:
+            raise ConfigError(f"the adapter's {name} has the shape {shape}, and is no matrix")
+        if min(shape) < 1 or math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+            raise ConfigError(f"the adapter's {name} has {end - begin} bytes for the shape {shape}")
+        last = groups[-1][-1] if groups else entry
+        if (last.end, last.dtype) != (begin, dtype) or end - groups[-1][0].begin > _RUN_BYTES:
+            groups.append([])
+        groups[-1].append(entry)
+        offsets[name], count = count, count + math.prod(shape)
+    memory = torch.empty(count, device="meta")
+    matrices = {
+        name: memory.as_strided(entries[name].shape, (entries[name].shape[1], 1), offset)
+        for name, offset in offsets.items()
+    }
+    runs, first = list[Run](), 0
+    for group in groups:
+        (dtype, _, begin, _), end = group[0], group[-1].end
+        samples = [
+            slice(place - begin, min(place + _SAMPLE_BYTES, each.end) - begin)
+            for each in group
+            for place in range(each.begin, each.end, _SAMPLE_DISTANCE)
+        ]
+        runs.append(Run(start + begin, end - begin, _DTYPES[dtype], first, samples))
+        first += (end - begin) // _DTYPES[dtype].itemsize
+    return matrices, runs
+
+
+def _weights_of(
+    sides: Mapping[str, Mapping[str, torch.Tensor]], config: AdapterConfig, folder: Path
+) -> dict[str, AdapterWeights]:
+    """Returns the weights of (module, side). Raises `ConfigError` for a matrix without another."""
     if config.prompt_tokens:
         vectors = sides[PROMPT]["up"]
         return {PROMPT: AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)}
@@ -217,18 +390,6 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
         merged = 2 if module.endswith(f".{_STACKS[0]}") else 1
         found[module] = AdapterWeights(**pair, scale=scale, merged=merged)
     return found
-
-
-def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
-    """Returns a matrix of an open file of safetensors. Raises `ConfigError` for one that is not a
-    matrix, or has other numbers."""
-    part = file.get_slice(name)
-    shape, dtype = part.get_shape(), part.get_dtype()
-    if dtype not in _DTYPES:
-        raise ConfigError(f"the adapter's {name} has {dtype}, and not {', '.join(_DTYPES)}")
-    if len(shape) != 2:
-        raise ConfigError(f"the adapter's {name} has the shape {tuple(shape)}, and is no matrix")
-    return torch.empty(shape, device="meta") if on_meta else file.get_tensor(name)
 
 
 def _unstacked(tensor: torch.Tensor, rank: int, side: str) -> torch.Tensor:

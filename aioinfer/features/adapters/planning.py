@@ -201,6 +201,13 @@ class Planning(StepFeature):
         """Whether nothing runs: there is no step without the request that is next in the queue."""
         return not self.host.scheduler().num_running
 
+    @property
+    def _enters_beside(self) -> bool:
+        """Whether the rows of this plan may use an adapter that enters with it: the first one gets
+        to the device beside the step before, and those of experts take longer than a step."""
+        is_first = all(change.slot < 0 for change in self._changes)
+        return is_first and "experts" not in self.host.config.lora.targets
+
     def _place_of(self, number: int) -> int | None:
         return next((p for p, slot in enumerate(self._slots) if slot.number == number), None)
 
@@ -214,8 +221,9 @@ class Planning(StepFeature):
         if self._states.get(number) != READ:
             self._want(adapter)
             return None
-        self._slots[place] = _Slot(number, self._plan, self._plan + (not is_alone))
-        self._changes.append(Change(number, place, is_alone, adapter.files))
+        is_ready = is_alone or self._enters_beside
+        self._slots[place] = _Slot(number, self._plan, self._plan + (not is_ready))
+        self._changes.append(Change(number, place, is_ready, adapter.files))
         return place
 
     def _want(self, adapter: Adapter) -> None:

@@ -19,12 +19,11 @@ from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.adapters.checkpoint import (
-    AdapterConfig,
-    digest_adapter,
-    read_weights,
+    AdapterLayout,
+    open_adapter,
     write_adapter,
 )
-from aioinfer.features.adapters.layers.parts import PROMPT, AdapterWeights, ModuleShape, rank_of
+from aioinfer.features.adapters.layers.parts import PROMPT, ModuleShape, rank_of
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Adapter, Planning
 from aioinfer.features.serving import ServingFeature
@@ -133,33 +132,29 @@ class Serving(ServingFeature):
     def _check(self, path: str) -> tuple[Path, int, str, str]:
         """Returns folder, virtual tokens, digest and sample of an adapter. Raises `ConfigError`."""
         folder = resolve_folder(path, "the adapter")
-        config, weights = AdapterConfig.read(folder), read_weights(folder, on_meta=True)
-        if (prompt := weights.get(PROMPT)) is not None:
-            self._check_prompt(folder, prompt.up, config.prompt_tokens)
-        else:
-            self._check_matrices(folder, config, weights)
-        try:
-            whole, sample = (digest_adapter(folder, whole=whole) for whole in (True, False))
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be read: {error}") from error
-        return folder, config.prompt_tokens, whole, sample
+        with open_adapter(folder) as adapter:
+            layout = adapter.layout()
+            tokens = layout.config.prompt_tokens
+            if (prompt := layout.weights.get(PROMPT)) is not None:
+                self._check_prompt(folder, prompt.up, tokens)
+            else:
+                self._check_matrices(folder, layout)
+            return folder, tokens, *adapter.digests(layout.runs)
 
-    def _check_matrices(
-        self, folder: Path, config: AdapterConfig, weights: Mapping[str, AdapterWeights]
-    ) -> None:
+    def _check_matrices(self, folder: Path, layout: AdapterLayout) -> None:
         """Raises `ConfigError` for an adapter that does not go with the model."""
-        for module, given in weights.items():
+        for module, given in layout.weights.items():
             known = self._modules.get(module)
             if known is None:
                 raise ConfigError(f"{folder}: {self._refusal(module)}")
             sides = {"down": tuple(given.down.shape), "up": tuple(given.up.shape)}
-            expected = known.of_rank(config.rank_of(module))
+            expected = known.of_rank(layout.config.rank_of(module))
             if sides != expected:
                 raise ConfigError(
                     f"{folder}: the matrices of {module} have the shapes {sides}, and not "
                     f"{expected}: it is an adapter of another model, or its rank is another"
                 )
-        rank, most = rank_of(weights), self.config.lora.max_rank
+        rank, most = rank_of(layout.weights), self.config.lora.max_rank
         if rank > most:
             raise ConfigError(f"{folder} has rank {rank}, and the server's lora.max_rank is {most}")
 

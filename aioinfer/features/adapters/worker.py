@@ -2,28 +2,27 @@
 slots of the device.
 
 The host keeps what was used most recently, up to `LoraConfig.host_bytes`, each adapter in the form
-of a slot: it enters one by a single copy, on a stream of its own, which begins when the steps
-before are over and which later steps wait for. Memory of an adapter that is forgotten is used
-again: pinned memory is hardly allocated beside steps, and not by torch, whose
+of a slot. It enters one on a stream of its own: by a copy to the device beside the steps before,
+and then into its slot once they are over, for which later steps wait. Memory of an adapter that is
+forgotten is used again: pinned memory is hardly allocated beside steps, and not by torch, whose
 allocator rounds an adapter up to a power of two.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from aioinfer.config import Config
-from aioinfer.features.adapters.checkpoint import digest_adapter, read_weights
-from aioinfer.features.adapters.layers.parts import AdapterWeights, rank_of
 from aioinfer.features.adapters.layers.slots import AdapterSlots
+from aioinfer.features.adapters.reading import AdapterReader, PackedAdapter
 from aioinfer.features.adapters.sections import (
     DROP,
     FAILED,
@@ -33,32 +32,18 @@ from aioinfer.features.adapters.sections import (
     AdapterStates,
 )
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
 from aioinfer.worker.pinned_memory import PinnedMemory
 
 _log = logging.getLogger(__name__)
 
-#: Threads that read adapters.
-READERS = 4
+#: Threads that read adapters; each needs Python's lock for a millisecond of a read.
+READERS = 8
 #: A plan without rows waits so long for an adapter that is being read, and not longer: plans behind
 #: it wait as well.
 _MAX_WAIT_S = 0.02
-
-
-@dataclass(slots=True)
-class PackedAdapter:
-    """An adapter in the form of a slot.
-
-    Attributes:
-        memory: of the host, [numbers of a slot].
-        rank: of the adapter.
-        entered: the end of the last copy into a slot that reads the memory.
-    """
-
-    memory: torch.Tensor
-    rank: int = 0
-    entered: torch.cuda.Event | None = None
 
 
 class HostAdapters:
@@ -71,8 +56,10 @@ class HostAdapters:
 
     def __init__(self, slots: AdapterSlots, max_bytes: int):
         self._slots, self._most = slots, max(1, max_bytes // slots.slot_bytes)
-        # an adapter is many small matrices, for which more threads would only wait for each other
+        self._reader = AdapterReader(slots)
+        # an adapter is many small matrices, for which threads of PyTorch would wait for each other
         self._threads = ThreadPoolExecutor(READERS, "adapters", torch.set_num_threads, (1,))
+        self._lock = threading.Lock()  # of the next three: results of steps are read in a thread
         self._kept: OrderedDict[int, Future[PackedAdapter]] = OrderedDict()
         self._unreported: dict[int, Future[PackedAdapter]] = {}
         self._dropped: list[int] = []  # since the last report
@@ -89,38 +76,36 @@ class HostAdapters:
         """Returns memory for adapters [count, numbers of a slot]: pinned, if slots are on a GPU."""
         dtype, shape = self._slots.backend.dtype, (count, self._slots.slot_numbers)
         if self._pinned is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype)
         return self._pinned.allocate(count * self._slots.slot_bytes).view(dtype).view(shape)
 
     def read(self, number: int, files: AdapterFiles) -> Future[PackedAdapter]:
         """Begins to read an adapter that is not there, and returns it."""
-        if number not in self._kept:
-            self._kept[number] = self._threads.submit(self._read, files)
-            self._unreported[number] = self._kept[number]
-        self._kept.move_to_end(number)
-        self._shrink(number)
-        return self._kept[number]
+        with self._lock:
+            if number not in self._kept:
+                self._kept[number] = self._threads.submit(self._read, files)
+                self._unreported[number] = self._kept[number]
+            self._kept.move_to_end(number)
+            self._shrink(number)
+            return self._kept[number]
 
     def drop(self, number: int) -> None:
         """Forgets an adapter."""
+        with self._lock:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
         if (dropped := self._kept.pop(number, None)) is not None:
             dropped.add_done_callback(self._free_memory)
         self._unreported.pop(number, None)
 
     def _read(self, files: AdapterFiles) -> PackedAdapter:
-        folder, slots = Path(files.folder), self._slots
-        with torch.inference_mode():
-            weights = read_weights(folder)
-            _require_finite(weights, slots.backend.dtype, folder)
-            if digest_adapter(folder, whole=False) != files.sample:
-                raise ValueError(f"{folder} has changed since the adapter was loaded")
-            packed = self._take_memory()
-            packed.rank = rank_of(weights)
-            try:
-                slots.pack(weights, packed.memory)
-            except Exception:
-                self._free.append(packed)
-                raise
+        packed = self._take_memory()
+        try:
+            self._reader.read(files, packed)
+        except Exception:
+            self._free.append(packed)
+            raise
         return packed
 
     def _take_memory(self) -> PackedAdapter:
@@ -143,40 +128,54 @@ class HostAdapters:
         done = [n for n, future in self._kept.items() if future.done() and n != used]
         for number in done[: max(0, len(self._kept) - self._most)]:
             if number not in self._unreported:
-                self.drop(number)
+                self._drop(number)
                 self._dropped.append(number)
 
     def await_read(self, max_wait_s: float) -> None:
         """Waits so long for an adapter that is being read, if there are some."""
-        if self._unreported:
-            wait(self._unreported.values(), max_wait_s, "FIRST_COMPLETED")
+        with self._lock:
+            reading = [*self._unreported.values()]
+        if reading:
+            wait(reading, max_wait_s, "FIRST_COMPLETED")
+
+    @property
+    def may_report(self) -> bool:
+        """Whether something becomes of an adapter that has not been reported."""
+        return bool(self._unreported or self._dropped)
 
     def report(self) -> list[tuple[int, int]]:
         """Returns what has become of adapters since the last call, as `AdapterStates` has it."""
-        found = [(number, DROP) for number in self._dropped]
-        self._dropped = []
-        ended = [(n, future) for n, future in self._unreported.items() if future.done()]
-        for number, future in ended:
-            del self._unreported[number]
-            if (error := future.exception()) is not None:
-                _log.error("an adapter cannot be read: %s", error)
-                self._kept.pop(number, None)
-            found.append((number, READ if error is None else FAILED))
-        return found
+        with self._lock:
+            found = [(number, DROP) for number in self._dropped]
+            self._dropped = []
+            ended = [(n, future) for n, future in self._unreported.items() if future.done()]
+            for number, future in ended:
+                del self._unreported[number]
+                if (error := future.exception()) is not None:
+                    _log.error("an adapter cannot be read: %s", error)
+                    self._kept.pop(number, None)
+                found.append((number, READ if error is None else FAILED))
+            return found
 
 
-def _require_finite(
-    weights: Mapping[str, AdapterWeights], dtype: torch.dtype, folder: Path
-) -> None:
-    """Raises ValueError for an adapter with numbers that are NaN or infinite in a dtype: tokens
-    without it are multiplied with its matrices, too, by zeros, and would be NaN. All ranks look at
-    all numbers, so that they agree."""
-    most = torch.finfo(dtype).max
-    for module, each in weights.items():
-        for given, scale in ((each.down, 1.0), (each.up, each.scale)):
-            ends = [end.item() for end in given.aminmax()] if given.numel() else []
-            if not all(abs(end * scale) <= most for end in ends):  # nor of NaN
-                raise ValueError(f"{folder}: {module} has numbers that are not finite in {dtype}")
+@dataclass(frozen=True, slots=True)
+class PendingStates(PendingSection):
+    """What has become of adapters by the time at which a step is over, and not when it is launched:
+    that is a step or two before.
+
+    Attributes:
+        report: `HostAdapters.report`.
+    """
+
+    report: Callable[[], Sequence[tuple[int, int]]]
+
+    def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
+        """See `PendingSection.fetch`: nothing is on the device."""
+        return self
+
+    def to_section(self) -> Section:
+        """See `PendingSection.to_section`."""
+        return AdapterStates(*np.array(self.report(), np.int32).reshape(-1, 2).T.copy())
 
 
 class Work(WorkerFeature):
@@ -252,9 +251,8 @@ class Work(WorkerFeature):
             self._adapters.enter(slot, packed.memory, packed.rank)
             return
         current = torch.cuda.current_stream()
-        self._copies.wait_stream(current)
         with torch.cuda.stream(self._copies):
-            self._adapters.enter(slot, packed.memory, packed.rank)
+            self._adapters.enter(slot, packed.memory, packed.rank, after=current)
             packed.entered = entered = self._copies.record_event()
         if waits:
             current.wait_event(entered)
@@ -263,7 +261,6 @@ class Work(WorkerFeature):
 
     def read_step(self, step_id: int) -> PendingSection | None:
         """Returns what has become of adapters since the step before."""
-        if not self._serves or not (found := self.host.report()):
+        if not self._serves or not self.host.may_report:
             return None
-        numbers, states = torch.tensor(found, dtype=torch.int32).unbind(1)
-        return PendingSection(AdapterStates, (numbers.contiguous(), states.contiguous()))
+        return PendingStates(AdapterStates, (), self.host.report)

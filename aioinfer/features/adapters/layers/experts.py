@@ -9,7 +9,7 @@ in one form, for the experts that the rank has. `MixtureMLP` adds the products; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,9 @@ from aioinfer.features.adapters.layers.parts import (
     AdapterPart,
     AdapterWeights,
     ModuleShape,
-    put_rows,
+    Piece,
+    RowPlaces,
+    pieces_of_rows,
 )
 from aioinfer.features.adapters.layers.tokens import AdapterTokens
 from aioinfer.layers.extension import ExpertExtension, Terms
@@ -70,10 +72,11 @@ class ExpertProduct(AdapterPart):
         whole = ModuleShape(sum(by_name.values()), inputs, self._total, self.merged)
         return {**found, self._stack: whole}
 
-    def put(
+    def pieces(
         self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
-    ) -> None:
-        """See `AdapterPart.put`."""
+    ) -> Iterator[Piece]:
+        """See `AdapterPart.pieces`."""
+        rows, inputs = RowPlaces(self._order), RowPlaces()
         for number, sources, down, up in zip(self._experts, self._sources, *tensors, strict=True):
             totals = {source.name: source.rows.total for source in sources}
             given, first = dict[str, tuple[AdapterWeights, int]](), 0
@@ -84,9 +87,7 @@ class ExpertProduct(AdapterPart):
                     first += total
                 elif name in weights:
                     given[name] = weights[name], index * rank
-            put_rows(down, up, sources, self._columns, given)
-        if self._order is not None:
-            tensors[1].copy_(tensors[1][:, self._order])
+            yield from pieces_of_rows(down, up, sources, self._columns, given, rows, inputs)
 
 
 class ExpertAdapters(ExpertExtension):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,22 @@ class ModuleShape(NamedTuple):
         return {"down": (*stack, rank, self.inputs), "up": (*stack, self.out, rank)}
 
 
+class Piece(NamedTuple):
+    """A part of a matrix and where it goes in a packed slot, two views of one shape.
+
+    Attributes:
+        target: the view of the slot, all of it without `places`.
+        source: of the matrix.
+        scale: multiplied with the source.
+        places: of each row of the source among the rows of the target, int64; None for the same.
+    """
+
+    target: torch.Tensor
+    source: torch.Tensor
+    scale: float = 1.0
+    places: torch.Tensor | None = None
+
+
 class AdapterPart(ABC):
     """A part of a slot.
 
@@ -77,10 +93,10 @@ class AdapterPart(ABC):
         """The checkpoint's modules that an adapter may change by it."""
 
     @abstractmethod
-    def put(
+    def pieces(
         self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
-    ) -> None:
-        """Writes an adapter's part into tensors of zeros, of `shapes`.
+    ) -> Iterator[Piece]:
+        """Yields what is to be copied of an adapter into tensors of zeros, of `shapes`.
 
         Args:
             weights: by checkpoint module.
@@ -106,40 +122,133 @@ class SoftPrompts(AdapterPart):
         """See `AdapterPart.modules`."""
         return {PROMPT: ModuleShape(self.max_tokens, self._hidden_size)}
 
-    def put(
+    def pieces(
         self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
-    ) -> None:
-        """See `AdapterPart.put`."""
+    ) -> Iterator[Piece]:
+        """See `AdapterPart.pieces`."""
         if (found := weights.get(PROMPT)) is not None:
-            tensors[0][: len(found.up)] = found.up
+            yield Piece(tensors[0][: len(found.up)], found.up)
 
 
-def put_rows(
+class RowPlaces:
+    """Where the rows of a product are in a packed slot.
+
+    Args:
+        order: int64 [rows], the row at each place; None for the same order.
+    """
+
+    def __init__(self, order: torch.Tensor | None = None):
+        self._places: torch.Tensor | None = None
+        if order is not None:
+            order = order.cpu()
+            self._places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        self._runs: dict[tuple[int, int], tuple[int, int, int, int] | None] = {}
+
+    def piece(
+        self, target: torch.Tensor, source: torch.Tensor, first: int = 0, scale: float = 1.0
+    ) -> Piece:
+        """Returns the piece of a source [N, columns], the rows from `first` on, for a target that
+        has all rows [rows, columns]. Runs of rows at equal distances, such as those of gate and up,
+        are a view of the target."""
+        end = first + len(source)
+        if self._places is None:
+            return Piece(target[first:end], source, scale)
+        places = self._places[first:end]
+        if (first, end) not in self._runs:
+            self._runs[first, end] = _runs_of(places)
+        runs = self._runs[first, end]
+        if runs is None:
+            return Piece(target, source, scale, places)
+        begin, count, length, distance = runs
+        rows, columns = target.stride()
+        view = target.as_strided(
+            (count, length, target.shape[1]),
+            (distance * rows, rows, columns),
+            target.storage_offset() + begin * rows,
+        )
+        return Piece(view, source.unflatten(0, (count, length)), scale)
+
+
+def _runs_of(places: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Returns (first place, runs, places of a run, distance of the runs) of places that are runs of
+    one length at equal distances; None of others."""
+    if not len(places):
+        return 0, 0, 1, 1
+    ends = torch.nonzero(places.diff() != 1)
+    length = int(ends[0]) + 1 if len(ends) else len(places)
+    starts = places[::length]
+    distance = int(starts[-1] - starts[0]) // max(1, len(starts) - 1)
+    regular = starts[0] + torch.arange(len(starts))[:, None] * distance + torch.arange(length)
+    if not torch.equal(regular.flatten(), places):
+        return None
+    return int(starts[0]), len(starts), length, distance
+
+
+def pieces_of_rows(
     down: torch.Tensor, up: torch.Tensor, sources: Sequence[Source], columns: Shard,
-    given: Mapping[str, tuple[AdapterWeights, int]], input_order: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Writes matrices of modules into those of a product.
+    given: Mapping[str, tuple[AdapterWeights, int]], rows: RowPlaces, inputs: RowPlaces,
+) -> Iterator[Piece]:  # fmt: skip
+    """Yields the pieces of modules' matrices for those of a product.
 
     Args:
         down, up: A [ranks, in] and B [out, ranks], zeros.
         sources: the rows of the product.
         columns: the input features that this rank has.
         given: by module, its matrices and the place of their first rank among all ranks.
-        input_order: int64 [in], the input at each place; None for the same order.
+        rows, inputs: the places of the rows of B and of the columns of A.
     """
-    first_row = 0
+    end = 0
     for source in sources:
-        rows = slice(first_row, first_row := first_row + source.rows.size)
+        first, end = end, end + source.rows.size
         if source.name not in given:
             continue
-        weights, first = given[source.name]
-        ranks = slice(first, first + len(weights.down))
-        matrix = weights.down[:, columns.start : columns.start + columns.size]
-        down[ranks] = matrix if input_order is None else matrix[:, input_order]
+        weights, first_rank = given[source.name]
+        ranks = slice(first_rank, first_rank + len(weights.down))
+        own = weights.down[:, columns.start : columns.start + columns.size]
+        yield inputs.piece(down[ranks].t(), own.t())
         own = weights.up[source.rows.start : source.rows.start + source.rows.size]
-        if own.dtype != up.dtype:  # as it is it is multiplied in float32, and rounded once
-            own = own.float()
-        torch.mul(own, weights.scale * source.scale, out=up[rows, ranks])
+        yield rows.piece(up[:, ranks], own, first, weights.scale * source.scale)
+
+
+class PieceCopies:
+    """Copies pieces into packed slots.
+
+    They are few operations on many matrices, and each of them does without Python's lock: else
+    threads that read adapters, and the one that launches kernels, would wait for each other.
+
+    Args:
+        pieces: with any tensors.
+
+    Attributes:
+        pieces: in the order of the tensors that are copied.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]):
+        given = list(pieces)
+        whole = [piece for piece in given if piece.places is None]
+        scaled = [piece for piece in whole if piece.scale != 1.0]
+        plain = [piece for piece in whole if piece.scale == 1.0]
+        self.pieces = scaled + plain + [piece for piece in given if piece.places is not None]
+        self._scales, self._num_whole = [piece.scale for piece in scaled], len(whole)
+
+    def run(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copies sources, which have one dtype, each times its scale, into their targets. Those of
+        another dtype than the targets' are multiplied in float32, and rounded once."""
+        if not targets:
+            return
+        if sources[0].dtype not in (targets[0].dtype, torch.float32):
+            sources = [source.float() for source in sources]
+        scales, end = self._scales, self._num_whole
+        copied = sources[:end]
+        if scales:
+            copied[: len(scales)] = torch._foreach_mul(copied[: len(scales)], scales)
+        if copied:
+            torch._foreach_copy_(targets[:end], copied)
+        for piece, target, source in zip(
+            self.pieces[end:], targets[end:], sources[end:], strict=True
+        ):
+            assert piece.places is not None
+            target.index_copy_(0, piece.places, (source * piece.scale).to(target.dtype))
 
 
 def aligned(numbers: int) -> int:

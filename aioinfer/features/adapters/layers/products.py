@@ -13,13 +13,20 @@ the expansion of latent vectors, whose rows are not the step's tokens, add a `Ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aioinfer.features.adapters.layers.addition import Addition
-from aioinfer.features.adapters.layers.parts import AdapterWeights, ModuleShape, aligned, put_rows
+from aioinfer.features.adapters.layers.parts import (
+    AdapterWeights,
+    ModuleShape,
+    Piece,
+    RowPlaces,
+    aligned,
+    pieces_of_rows,
+)
 from aioinfer.features.adapters.layers.tokens import AdapterTokens
 from aioinfer.layers.extension import ProductExtension, RowExtension, RowPart, Terms
 from aioinfer.layers.shards import Shard, Source
@@ -67,21 +74,20 @@ class AdaptedProduct(ProductExtension):
         """See `Extending.is_active`."""
         return self._tokens.is_active
 
-    def put(
+    def pieces(
         self, downs: torch.Tensor, ups: torch.Tensor, weights: Mapping[str, AdapterWeights],
         rank: int,
-    ) -> None:  # fmt: skip
-        """Writes an adapter's matrices into the numbers A and B of a slot of zeros on the host;
-        `rank`: the largest of its modules."""
+    ) -> Iterator[Piece]:  # fmt: skip
+        """Yields the pieces of an adapter's matrices for the numbers A and B of a slot of zeros on
+        the host; `rank`: the largest of its modules."""
         down, up = self._down_of(downs[None])[0], self._up_of(ups)
         given = {
             name: (weights[name], number * rank)
             for number, name in enumerate(self.modules)
             if name in weights
         }
-        put_rows(down, up, self._sources, self._columns, given, self.input_order)
-        if self.row_order is not None:
-            up.copy_(up[self.row_order])
+        places = RowPlaces(self.row_order), RowPlaces(self.input_order)
+        return pieces_of_rows(down, up, self._sources, self._columns, given, *places)
 
     def _down_of(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns A [slots, width, in] in memory of slots [slots, numbers]."""

@@ -20,6 +20,7 @@ from aioinfer.features.adapters.layers.parts import (
     AdapterPart,
     AdapterWeights,
     ModuleShape,
+    Piece,
     SoftPrompts,
     aligned,
     rank_of,
@@ -155,14 +156,16 @@ class AdapterSlots(AdapterTokens):
             self.allocate_tokens(tokens, tuple(merged), inputs)
             self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
 
-    def pack(self, weights: Mapping[str, AdapterWeights], packed: torch.Tensor) -> None:
-        """Writes this rank's part of an adapter, given by checkpoint module, in the form of a slot
-        into memory of the host [slot_numbers]."""
-        rank, (downs, ups) = rank_of(weights), packed.zero_()[: sum(self._sizes)].split(self._sizes)
+    def pieces(
+        self, weights: Mapping[str, AdapterWeights], packed: torch.Tensor
+    ) -> Iterator[Piece]:
+        """Yields the pieces of this rank's part of an adapter, given by checkpoint module, for the
+        form of a slot: zeros [slot_numbers], memory of the host."""
+        rank, (downs, ups) = rank_of(weights), packed[: sum(self._sizes)].split(self._sizes)
         for product in self._all_products:
-            product.put(downs, ups, weights, rank)
+            yield from product.pieces(downs, ups, weights, rank)
         for part, tensors in self._views(packed):
-            part.put(tensors, weights, rank)
+            yield from part.pieces(tensors, weights, rank)
 
     def _views(self, packed: torch.Tensor) -> Iterator[tuple[AdapterPart, list[torch.Tensor]]]:
         """Yields the parts, each with its tensors in a packed slot."""
@@ -170,11 +173,16 @@ class AdapterSlots(AdapterTokens):
         for part in self.parts:
             yield part, [next(flat)[: math.prod(shape)].view(shape) for shape in part.shapes]
 
-    def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
-        """Puts an adapter into a slot, on the current stream."""
+    def enter(
+        self, slot: int, packed: torch.Tensor, rank: int, after: torch.cuda.Stream | None = None
+    ) -> None:
+        """Puts an adapter into a slot, on the current stream, which all calls have in common; what
+        is on the stream `after` may use the slot."""
         products = packed[: sum(self._sizes)]
         if self.backend.has_kernels:
             products = self._entering.copy_(products, non_blocking=True)
+        if after is not None:
+            torch.cuda.current_stream().wait_stream(after)
         downs, ups = products.split(self._sizes)
         self.memory[slot].copy_(downs)
         for product in self._all_products:
