@@ -17,6 +17,8 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from aioinfer.config import Config
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.word_times import F32, Word, first_frames, words
@@ -35,6 +37,8 @@ _THREADS = 2
 _MAX_HELD_S = 4 * 3600
 #: Timestamps a second.
 _TIMES = 50
+#: What is shorter than these seconds, or of smaller samples (-60 dB), has no word in it.
+_LEAST_S, _FAINT = 0.1, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class SpeechTokens:
         tasks: "transcribe" and "translate", in models of several languages.
         before: what stands before the text that precedes the transcript.
         rules: of the tokens that follow.
+        no_speech: stands for a part in which nobody speaks; None if the model has none.
         heads: the layer and the number of each head of cross attention that tells where in the
             sound a token is.
     """
@@ -56,6 +61,7 @@ class SpeechTokens:
     tasks: Mapping[str, int]
     before: int
     rules: SpeechRules
+    no_speech: int | None
     heads: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -87,7 +93,10 @@ class SpeechTokens:
             heads = _alignment_heads(generation, read_json(folder / "config.json"))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"generation_config.json cannot be read: {error}") from error
-        return cls(of("startoftranscript"), languages, tasks, of("startofprev"), rules, heads)
+        no_speech = ids.get("<|nospeech|>", ids.get("<|nocaptions|>"))
+        return cls(
+            of("startoftranscript"), languages, tasks, of("startofprev"), rules, no_speech, heads
+        )
 
 
 def _alignment_heads(
@@ -227,6 +236,24 @@ class Transcriber:
         """Returns the code of the language whose token was sampled."""
         codes = {id: code for code, id in self.tokens.languages.items()}
         return codes.get(token, "en")
+
+    def is_faint(self, recording: Recording, part: int) -> bool:
+        """Whether a part is too short or too quiet for a word."""
+        samples = recording.parts[part].values
+        return len(samples) < _LEAST_S * self.format.rate or bool(np.abs(samples).max() < _FAINT)
+
+    def presence(
+        self, recording: Recording, parts: Sequence[int]
+    ) -> tuple[list[SourcePrompt], SamplingParams]:
+        """Returns the prompts and the parameters of requests for one token each, whose
+        log-probability for `tokens.no_speech`, which the model must have, says whether nobody
+        speaks in a part of a recording."""
+        assert self.tokens.no_speech is not None
+        prompts = [SourcePrompt([self.tokens.start], recording.parts[part]) for part in parts]
+        return prompts, SamplingParams(
+            temperature=0, max_tokens=1, logprob_token_ids=(self.tokens.no_speech,),
+            ignore_eos=True,
+        )  # fmt: skip
 
     def prompts(
         self,

@@ -16,7 +16,9 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+import torch
 
+from aioinfer.api.openai import audio
 from aioinfer.cli.server_process import _ready_text
 from aioinfer.config import MediaConfig
 from tests.functional.conftest import Served, serve
@@ -130,6 +132,29 @@ async def test_the_language_is_detected_and_the_source_encoded_once(
     form = {"response_format": "verbose_json"}
     translated = await post(hearing, "/v1/audio/translations", form, FILE[1])
     assert translated["language"] == "english"
+
+
+async def test_where_nobody_speaks_is_no_text(
+    client: openai.AsyncOpenAI, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random texts are unlikely, so that the model is asked."""
+    data = np.round(SAMPLES / 2 * 32767).astype(np.float32) / 32768
+    inputs = encoder_inputs("whisper", data, model[1])
+    start = torch.tensor([[ID["<|startoftranscript|>"]]])
+    with torch.inference_mode():
+        logits = model[1](**inputs, decoder_input_ids=start).logits[0, 0]
+    expected = logits.softmax(0)[ID["<|nospeech|>"]].item()
+    create: Any = client.audio.transcriptions.create
+    given = {"model": "hearing", "file": FILE, "language": "fr"}
+    found = await create(**given, response_format="verbose_json")
+    assert found.segments
+    for each in found.segments:
+        assert each.no_speech_prob == pytest.approx(expected, rel=1e-3)
+    monkeypatch.setattr(audio, "_MAX_NO_SPEECH", expected / 2)
+    both = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
+    silent = await create(**given, **both)
+    assert (silent.text, silent.segments, silent.words) == ("", [], [])
+    assert (await create(**given)).text == await create(**given, response_format="srt") == ""
 
 
 async def test_a_long_file_is_its_parts(client: openai.AsyncOpenAI) -> None:

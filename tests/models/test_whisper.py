@@ -24,7 +24,7 @@ from aioinfer.config import MediaConfig
 from aioinfer.engine.word_times import first_frames
 from aioinfer.media.sound import decode_sound
 from aioinfer.text.tokenizer import Tokenizer
-from tests.functional.conftest import serve
+from tests.functional.conftest import Served, serve
 from tests.models.ctranslate2 import convert_whisper
 from tests.real_tokenizers import bare_folder
 from tests.source_models import reference_times
@@ -179,6 +179,29 @@ SENTENCES = (
 )
 
 
+async def post(served: Served, file: bytes, fields: list[tuple[str, str]]) -> Any:
+    """Returns the reply for a file."""
+    form = aiohttp.FormData(fields, default_to_multipart=True)
+    form.add_field("file", io.BytesIO(file), filename="speech.wav")
+    async with served.http.post("/v1/audio/transcriptions", data=form) as response:
+        return await response.json()
+
+
+async def test_silence_and_noise_have_no_text(folder: Path, speech: bytes) -> None:
+    """Whisper hears "you" in silence."""
+    from tests.test_sound import wav
+
+    silence = np.zeros(3 * RATE, np.float32)
+    noise = np.random.default_rng(0).normal(0, 0.01, 3 * RATE).astype(np.float32)
+    settings = {"model.path": str(folder), "model.dtype": "float32", "model.max_model_len": 448}
+    async with serve(**settings, **{"cache.num_blocks": 64, "cache.block_size": 16}) as served:
+        for format in ("json", "verbose_json"):
+            fields = [("response_format", format)]
+            for sound in (silence, noise, silence[:400]):
+                assert not (await post(served, wav(sound), fields))["text"]
+            assert words((await post(served, speech, fields))["text"]) == words(SENTENCE)
+
+
 async def test_a_sentence_before_a_cut_is_kept(folder: Path, tmp_path: Path) -> None:
     pause = np.zeros(RATE // 5, np.float32)
 
@@ -192,13 +215,8 @@ async def test_a_sentence_before_a_cut_is_kept(folder: Path, tmp_path: Path) -> 
     file = await asyncio.to_thread(spoken)
     settings = {"model.path": str(folder), "model.dtype": "float32", "model.max_model_len": 448}
     async with serve(**settings, **{"cache.num_blocks": 64, "cache.block_size": 16}) as served:
-        form = aiohttp.FormData(default_to_multipart=True)
-        form.add_field("file", io.BytesIO(file), filename="speech.wav")
-        for name in ("segment", "word"):
-            form.add_field("timestamp_granularities[]", name)
-        form.add_field("response_format", "verbose_json")
-        async with served.http.post("/v1/audio/transcriptions", data=form) as response:
-            found = await response.json()
+        both = [("timestamp_granularities[]", name) for name in ("segment", "word")]
+        found = await post(served, file, [*both, ("response_format", "verbose_json")])
     expected = words(" ".join(SENTENCES))
     matcher = difflib.SequenceMatcher(None, words(found["text"]), expected, autojunk=False)
     # a word may be misheard; the sentence has an eighth of them

@@ -49,6 +49,10 @@ _TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 _MAX_RESTS = 8
 #: Formats of a reply whose text is in pieces with their times.
 _WITH_TIMES = ("verbose_json", "srt", "vtt")
+#: A part's text is left out where the probability that nobody speaks is above the last, and its
+#: mean log-probability is below the first or it can be compressed more than the second says: the
+#: defaults of OpenAI's program for Whisper.
+_MIN_LOGPROB, _MAX_COMPRESSION, _MAX_NO_SPEECH = -1.0, 2.4, 0.6
 
 
 class TranslationForm(Body, kw_only=True):
@@ -213,8 +217,10 @@ class Transcript:
         self._params = transcriber.params(
             form.temperature,
             has_times=form.has_times,
-            logprobs=form.response_format == "verbose_json",
+            logprobs=not self._streams,
         )
+        #: of parts whose text is doubtful: how likely it is that nobody speaks
+        self._no_speech: dict[int, float] = {}
 
     async def answer(self) -> web.StreamResponse:
         """Returns the reply, or sends it as a stream."""
@@ -226,11 +232,12 @@ class Transcript:
             max_len=frontend_of(self._request).max_model_len,
         )  # fmt: skip
         async with submitted(self._request, self._generation(prompts, self._params)) as outputs:
-            if isinstance(form, TranscriptionForm) and form.stream:
+            if self._streams:
                 return await self._stream(outputs)
             deltas = await collect(outputs)
         if form.has_times:
             deltas = await self._with_rests(deltas)
+        deltas = await self._without_silence(deltas)
         weights = await self._align(deltas) if "word" in self._granularities else None
         return await asyncio.to_thread(self._whole, deltas, weights)
 
@@ -266,6 +273,43 @@ class Transcript:
             self._recording, parts = recording, numbers
         return deltas
 
+    async def _without_silence(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Returns the transcripts of all parts, empty where the text is doubtful and the model says
+        that nobody speaks, as in OpenAI's own program for Whisper."""
+        if self._transcriber.tokens.no_speech is None:
+            return list(deltas)
+        doubtful = await asyncio.to_thread(self._doubtful, deltas)
+        if not doubtful:
+            return list(deltas)
+        prompts, params = self._transcriber.presence(self._recording, doubtful)
+        async with submitted(self._request, self._generation(prompts, params)) as outputs:
+            found = await collect(outputs)
+        for part, delta in zip(doubtful, found, strict=True):
+            if delta.logprobs:
+                ((_, logprob),) = delta.logprobs[0].top
+                self._no_speech[part] = math.exp(logprob)
+        return [
+            replace(delta, text="", token_ids=[], logprobs=[])
+            if self._no_speech.get(part, 0.0) > _MAX_NO_SPEECH
+            else delta
+            for part, delta in enumerate(deltas)
+        ]
+
+    def _doubtful(self, deltas: Sequence[Delta]) -> list[int]:
+        """Returns the parts whose transcript is unlikely or repeats itself, or whose sound is
+        hardly any."""
+        return [
+            part
+            for part, delta in enumerate(deltas)
+            if _mean_logprob(delta) < _MIN_LOGPROB
+            or self._compression(delta) > _MAX_COMPRESSION
+            or self._transcriber.is_faint(self._recording, part)
+        ]
+
+    def _compression(self, delta: Delta) -> float:
+        text = self._transcriber.text_of(delta.token_ids).encode()
+        return len(text) / max(1, len(zlib.compress(text)))
+
     async def _align(self, deltas: Sequence[Delta]) -> list[F32]:
         """Returns how much the tokens of each part attend to its sound. Raises `NotReadyError` if
         that was cut short."""
@@ -282,8 +326,11 @@ class Transcript:
         return weights
 
     def _generation(self, prompts: Sequence[SourcePrompt], params: SamplingParams) -> Generation:
-        streams = isinstance(self._form, TranscriptionForm) and self._form.stream
-        return Generation(f"audio-{request_id(self._request)}", prompts, params, streams)
+        return Generation(f"audio-{request_id(self._request)}", prompts, params, self._streams)
+
+    @property
+    def _streams(self) -> bool:
+        return isinstance(self._form, TranscriptionForm) and self._form.stream
 
     async def _detect(self) -> str:
         """Returns the language of the beginning. The encoder's output is kept for what follows."""
@@ -366,8 +413,6 @@ class Transcript:
         self, number: int, segment: Segment, deltas: Sequence[Delta]
     ) -> TranscribedSegment:
         delta = deltas[segment.part]
-        found = [each.logprob for each in delta.logprobs or ()]
-        text = self._transcriber.text_of(delta.token_ids).encode()
         return TranscribedSegment(
             id=number,
             seek=int(self._recording.starts[segment.part] * 100),
@@ -376,8 +421,9 @@ class Transcript:
             text=segment.text,
             tokens=segment.tokens,
             temperature=self._form.temperature,
-            avg_logprob=sum(found) / max(1, len(found)),
-            compression_ratio=len(text) / max(1, len(zlib.compress(text))),
+            avg_logprob=_mean_logprob(delta),
+            compression_ratio=self._compression(delta),
+            no_speech_prob=self._no_speech.get(segment.part),
         )
 
 
@@ -386,6 +432,11 @@ async def _in_order(outputs: Sequence[RequestOutput]) -> AsyncIterator[Delta]:
     for output in outputs:
         async for delta in output:
             yield delta
+
+
+def _mean_logprob(delta: Delta) -> float:
+    found = [each.logprob for each in delta.logprobs or ()]
+    return sum(found) / max(1, len(found))
 
 
 def _srt(segments: Sequence[Segment]) -> Iterator[str]:
