@@ -49,7 +49,8 @@ class PackedAdapter:
     def prepare(self, packing: Packing) -> None:
         """Prepares the memory for an adapter that is about to be read."""
         if self.packing is not packing:
-            self.memory.zero_()  # what is not copied to is elsewhere
+            if self.packing is not None:
+                self.memory.zero_()  # what is not copied to is elsewhere
             self.packing, self.targets = packing, packing.targets(self.memory)
 
 
