@@ -109,9 +109,7 @@ def test_of_a_prompt_that_is_known_to_its_end_one_token_is_computed() -> None:
     harness = Harness(block_size=BLOCK, num_blocks=64, token_budget=256, prefill_cap=256)
     requests = [make_request(str(number), TEXT[: 4 * BLOCK], 3) for number in range(2)]
     for request in requests:
-        harness.add(request)
-        harness.run()
-        assert_complete(request)
+        harness.serve(request)
     assert requests[1].num_cached == 4 * BLOCK - 1
 
 
@@ -145,9 +143,7 @@ def test_a_request_that_needs_all_blocks_begins_with_a_copy() -> None:
     first = make_request("first", TEXT[:100], 4)
     second = make_request("second", [*TEXT[:50], *[50] * 60], 4)
     for request in (first, second):
-        harness.add(request)
-        harness.run()
-        assert_complete(request)
+        harness.serve(request)
     assert second.num_cached == 50
 
 
@@ -167,9 +163,7 @@ def test_outputs_are_right_whatever_is_copied(data: st.DataObject) -> None:
         groups=(FULL, *map(windowed, windows)),
     )
     requests = add_drawn_requests(draw, harness, most=12, own=40, new=40)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.end(*requests)
 
 
 # -------------------------------------------------------------------- groups

@@ -229,6 +229,16 @@ class Harness:
             assert self.scheduler.fits(request.max_len)
             self.scheduler.add(request)
 
+    def end(self, *requests: Request) -> None:
+        """Runs until all is idle, and checks that these requests are complete."""
+        self.run()
+        for request in requests:
+            assert_complete(request)
+
+    def serve(self, *requests: Request) -> None:
+        self.add(*requests)
+        self.end(*requests)
+
 
 def assert_complete(request: Request) -> None:
     assert request.status is RequestStatus.FINISHED
@@ -241,10 +251,7 @@ def assert_complete(request: Request) -> None:
 def test_outputs_do_not_depend_on_the_schedule(depth, block_size):
     harness = Harness(depth=depth, block_size=block_size, num_blocks=512 // block_size)
     requests = [make_request(str(i), list(range(i, i + 5 + 3 * i)), 3 + i) for i in range(12)]
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.serve(*requests)
     assert len({tuple(r.tokens[r.prompt_len :]) for r in requests}) > 6
 
 
@@ -261,11 +268,8 @@ def test_lookahead_changes_no_output(depth, quality, groups):
         make_request(str(i), list(range(i, i + 5 + 3 * i)), 3 + 4 * i, end_tokens=frozenset({i, 9}))
         for i in range(9)
     ]
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
-        assert request.num_lookahead == 0
+    harness.serve(*requests)
+    assert not any(request.num_lookahead for request in requests)
     asked = sum(rows for rows, _ in ahead.outcomes)
     kept = sum(kept for _, kept in ahead.outcomes)
     assert kept == harness.worker.num_kept
@@ -305,9 +309,7 @@ def test_the_next_turn_begins_with_a_state_that_was_written(depth):
             harness.add(first)
             harness.run()
             second = make_request("second", [*first.tokens, 7], 3)
-            harness.add(second)
-            harness.run()
-            assert_complete(second)
+            harness.serve(second)
             num_cached.append(len(first.tokens) - second.num_cached)
     assert max(num_cached) < 13
     assert min(num_cached) == 1
@@ -325,17 +327,13 @@ def test_a_block_with_a_wrong_draft_is_not_found_in_the_cache():
             harness.step()
         harness.scheduler.finish(first, "abort")
         again = make_request("again", first.tokens[: first.prompt_len + 25].tolist(), 5)
-        harness.add(again)
-        harness.run()
-        assert_complete(again)
+        harness.serve(again)
 
 
 def test_chunked_prefill_keeps_the_budget():
     harness = Harness(token_budget=16, prefill_cap=16)
     request = make_request("long", list(range(100)), 4)
-    harness.add(request)
-    harness.run()
-    assert_complete(request)
+    harness.serve(request)
     assert request.num_prefill_steps == 7
     assert [p.num_tokens for p in harness.plans[:7]] == [16] * 6 + [4]
 
@@ -521,10 +519,7 @@ def test_generated_blocks_enter_the_prefix_cache():
 def test_preemption_recomputes_and_resumes():
     harness = Harness(num_blocks=16, prefix_caching=False)
     requests = [make_request(str(i), [i] * 8, 40) for i in range(4)]
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.serve(*requests)
     assert harness.scheduler.stats.preemptions >= 3
     assert requests[0].num_preemptions == 0, "the oldest is never preempted"
 
@@ -544,9 +539,7 @@ def test_siblings_share_the_prompt_and_copy_its_last_block(prompt_len, caching):
     assert harness.plans[0].num_tokens == prompt_len
     assert [s.blocks[0][:full] for s in siblings] == [siblings[0].blocks[0][:full]] * 4
     assert len({s.blocks[0][full] for s in siblings}) == 4
-    harness.run()
-    for sibling in siblings:
-        assert_complete(sibling)
+    harness.end(*siblings)
     assert len({tuple(s.tokens) for s in siblings}) > 1
     assert harness.worker.num_copies == (0 if (prompt_len - 1) % 4 == 0 else 3)
 
@@ -558,9 +551,7 @@ def test_siblings_outlive_an_aborted_leader():
     harness.add(*siblings)
     harness.step()
     harness.scheduler.finish(siblings[0], "abort")
-    harness.run()
-    for sibling in siblings[1:]:
-        assert_complete(sibling)
+    harness.end(*siblings[1:])
 
 
 def test_a_stop_known_late_wastes_one_row_only():
@@ -623,8 +614,7 @@ def test_a_failed_row_ends_its_request_alone():
     output = harness.scheduler.update(StepResult(result.step_id, tokens))
     assert output.tokens[0] == -1
     assert bad.finish_reason == "error"
-    harness.run()
-    assert_complete(good)
+    harness.end(good)
     assert harness.scheduler.kv_cache.prefixes.count_cached(bad.block_hashes) == 0, (
         "blocks of a failed request must not be found again"
     )
@@ -710,8 +700,7 @@ def test_appended_tokens_are_computed_in_one_row(depth: int) -> None:
     assert harness.scheduler.append(request, expected[1:6]) == (5, None)
     assert (request.num_output, request.num_pending) == (6, 0)
     harness.scheduler.check_integrity()
-    harness.run()
-    assert_complete(request)
+    harness.end(request)
     rows = [(int(p.starts[0]), int(p.lengths[0])) for p in harness.plans]
     # with depth 1 the first token is still to be computed, too
     after = [(6, 5)] if depth == 2 else [(5, 6)]
@@ -751,9 +740,7 @@ def test_a_plan_takes_so_many_appended_tokens_and_no_more(monkeypatch: pytest.Mo
         harness.scheduler.append(request, expected_output(request)[1:6])[0] for request in requests
     ]
     assert taken == [5, 0, 0]
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.end(*requests)
 
 
 # ---------------------------------------------------------------- rows of several tokens
@@ -779,9 +766,7 @@ def test_after_a_loss_of_workers_requests_end_as_they_would_have(steps: int) -> 
     assert scheduler.kv_cache.num_free_cached == 0
     assert harness.post()
     assert not ran or min(ran) in scheduler.running, "whoever came first goes first"
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.end(*requests)
 
 
 def test_records_that_are_made_anew_keep_who_waits_and_drop_what_is_on_its_way() -> None:

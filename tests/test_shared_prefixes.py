@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.scheduler.block_pool import root_hash
 from aioinfer.scheduler.request import Request, RequestStatus
-from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
+from tests.test_scheduler import FULL, Harness, make_request, windowed
 
 SHARED = list(range(1, 97))
 #: Prompts of tests by examples begin with some of it.
@@ -55,10 +55,7 @@ def pair(own: int = 5) -> list[Request]:
 
 
 def run_pair(harness: Harness, requests: list[Request]) -> int:
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.serve(*requests)
     return computed_of_prompts(harness)
 
 
@@ -85,10 +82,7 @@ def test_it_is_computed_once_beside_decodes_and_by_time(plans_ahead: bool) -> No
     before = computed_of_prompts(harness)
     shared = [number % 40 for number in range(4000)]
     requests = [make_request(str(i), [*shared, 41 + i, 43], 2) for i in range(3)]
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.serve(*requests)
     assert requests[0].num_prefill_steps > 3
     assert computed_of_prompts(harness) - before == len(shared) + 3 * 2
     assert [request.num_cached for request in requests] == [0, 4000, 4000]
@@ -101,8 +95,7 @@ def test_the_second_goes_on_where_an_aborted_first_has_ended() -> None:
     harness.step()
     assert second.status is RequestStatus.WAITING
     harness.scheduler.finish(first, "abort")
-    harness.run()
-    assert_complete(second)
+    harness.end(second)
     assert 0 < second.num_cached < len(SHARED)
     assert computed_of_prompts(harness) == len(SHARED) + 5
 
@@ -114,9 +107,7 @@ def test_the_second_goes_on_where_a_preempted_first_was() -> None:
     harness.step()
     requests = pair()
     harness.add(*requests)
-    harness.run()
-    for request in (old, *requests):
-        assert_complete(request)
+    harness.end(old, *requests)
     assert requests[1].num_cached >= len(SHARED)
 
 
@@ -142,8 +133,6 @@ def test_nothing_is_computed_twice_while_blocks_last(data) -> None:
         max_num_seqs=8,
     )
     requests = add_drawn_requests(draw, harness, most=8, own=1, new=3)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.end(*requests)
     ends = sum(len(r.tokens[: r.prompt_len]) % size or size for r in requests)
     assert computed_of_prompts(harness) <= 200 + ends + size * len(requests)

@@ -15,7 +15,7 @@ from aioinfer.scheduler.snapshots import (
     SnapshotPool,
     StateBlocks,
 )
-from tests.test_scheduler import FULL, STATES, Harness, assert_complete, make_request
+from tests.test_scheduler import FULL, STATES, Harness, make_request
 
 GROUPS = [(FULL, *STATES), STATES[:1]]
 SHARED = [number * 7 % 41 for number in range(64)]
@@ -29,10 +29,7 @@ def make_harness(groups: tuple[KVGroup, ...] = GROUPS[0], **limits: object) -> H
 
 def run(harness: Harness, *requests: Request) -> list[int]:
     """Runs requests that are there at the same time; returns how many tokens each found."""
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.serve(*requests)
     return [request.num_cached for request in requests]
 
 
@@ -105,8 +102,7 @@ def test_a_preempted_request_goes_on_at_its_last_block_boundary() -> None:
     while request.status is RequestStatus.WAITING:
         harness.step()
     assert request.num_computed >= 40
-    harness.run()
-    assert_complete(request)
+    harness.end(request)
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
@@ -142,8 +138,7 @@ def test_a_request_does_not_wait_for_one_that_was_aborted() -> None:
     harness.add(first, second)
     harness.step()
     harness.scheduler.finish(first, "abort")
-    harness.run()
-    assert_complete(second)
+    harness.end(second)
     assert second.num_cached > 0
 
 
@@ -226,8 +221,7 @@ def test_a_request_does_not_want_what_it_began_behind() -> None:
     harness.step()
     assert second.num_cached == 52
     assert second.snapshots == [13, 18]
-    harness.run()
-    assert_complete(other)
+    harness.end(other)
 
 
 def test_a_superseded_snapshot_is_dropped_unless_it_is_used_or_elsewhere() -> None:
@@ -354,9 +348,7 @@ def test_any_prompts_that_begin_alike(data: st.DataObject) -> None:
         harness.add(requests[-1])
         for _ in range(draw(st.integers(0, 9), "steps")):
             harness.step()
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.end(*requests)
     if harness.limits.num_blocks[0] == 1000:
         prompt = list(requests[-1].tokens[: requests[-1].prompt_len])
         found = run(harness, make_request("again", [*prompt[:-1], 99], 1))

@@ -305,9 +305,7 @@ def test_a_limit_of_0_keeps_a_request_out() -> None:
     for computed in (6, 7, 8, 9, 10):
         harness.step()
         assert limited.num_computed == computed
-    harness.run()
-    for request in (before, limited, behind):
-        assert_complete(request)
+    harness.end(before, limited, behind)
 
 
 def test_what_features_compute_counts_as_prefill() -> None:
@@ -325,9 +323,7 @@ def test_what_features_compute_counts_as_prefill() -> None:
         harness.post()
         assert [request.num_computed for request in requests] == computed
         harness.update()
-    harness.run()
-    for request in requests:
-        assert_complete(request)
+    harness.end(*requests)
 
 
 def test_bytes_of_results_are_bounded() -> None:
@@ -390,9 +386,7 @@ def test_siblings_wait_until_uses_are_done() -> None:
     use.done = True
     harness.step()
     assert [sibling.slot >= 0 for sibling in siblings] == [True, True, True]
-    harness.run()
-    for sibling in siblings:
-        assert_complete(sibling)
+    harness.end(*siblings)
 
 
 # ---------------------------------------------------------------- outputs and ends
@@ -585,9 +579,7 @@ async def test_a_feature_learns_of_lost_workers(monkeypatch: pytest.MonkeyPatch)
     assert events == ["lose", "shutdown", "start", "restart", "plan"]
     assert (tags.taken, tags.dropped) == (taken, [])
     harness.worker = harness.new_worker()
-    harness.run()
-    for request in running:
-        assert_complete(request)
+    harness.end(*running)
     assert_values(tags, running)
     assert tags.dropped == running
     engine.policy.max_restarts = 0
