@@ -134,6 +134,7 @@ MOVES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(moves=MOVES)
 def test_a_flow_alone_is_first_come_first_served(moves: list[tuple[str, int, int, int]]) -> None:
     """Whatever ends, is dropped or takes long: within a priority, no tag is before that of an
@@ -152,7 +153,7 @@ def test_a_flow_alone_is_first_come_first_served(moves: list[tuple[str, int, int
             queue.drop(queue.waiting[which % len(queue.waiting)])
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.25, 1.0, 2.0, 7.0]), min_size=2, max_size=4),
     sizes=st.lists(st.integers(1, 200), min_size=40, max_size=80),
@@ -177,6 +178,7 @@ def test_flows_that_wait_differ_by_no_more_than_a_request_each(
                 assert abs(served[one] - served[other]) <= bound + 1e-6
 
 
+@settings(deadline=None)
 @given(
     backlog=st.integers(1, 30),
     before=st.integers(0, 20),
