@@ -19,7 +19,7 @@ from benchlib.conversation import Conversation, Conversations, Turn, read_transc
 from benchlib.load import Run, run_load
 from benchlib.report import summarize
 from benchlib.workload import IntRange, RequestShape
-from tests.scripted_server import USAGE_EVENT, run_bench, serving, sse, stream, text_event
+from tests.scripted_server import USAGE_EVENT, serving, sse, stream, text_event
 
 CHAT = RequestShape("m", chat=True)
 TALK = Conversation((Turn("one", 5), Turn("two", 6), Turn("three", 7)), system="Be brief.")
@@ -178,19 +178,3 @@ def test_figures_by_turn() -> None:
     known = {"turn": 2, "requests": 2, "prompt_tokens": 30, "cached_share": 2 / 3}
     assert second.items() >= known.items()
     assert second["ttft_ms"]["mean"] == pytest.approx(200)
-
-
-async def test_the_command(tmp_path: Path) -> None:
-    server, result = Answering(), tmp_path / "result.json"
-    async with serving(server.reply) as url:
-        status, output, errors = await run_bench(
-            f"--url {url} --workload multi-turn --turns 3 --conversations 4 --endpoint chat"
-            f" --concurrency 2 --input-len 6 --output {result}"
-        )
-    assert status == 0, errors
-    assert sorted(len(body["messages"]) for body in server.bodies) == [1] * 4 + [3] * 4 + [5] * 4
-    figures = json.loads(result.read_text("utf-8"))
-    assert figures["requests"] == {"sent": 12, "succeeded": 12, "failed": 0}
-    assert figures["peak_in_flight"] <= 2
-    assert [turn["requests"] for turn in figures["turns"]] == [4, 4, 4]
-    assert "turn" in output
