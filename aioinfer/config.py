@@ -264,6 +264,19 @@ def _check_models(configs: Sequence[Config]) -> None:
         )
 
 
+def divide_by_gpus(configs: Sequence[Config]) -> list[list[int]]:
+    """Returns the numbers of models, those together that have a GPU in common, also by way of
+    others; ascending."""
+    divided: list[tuple[set[int], list[int]]] = []
+    for number, config in enumerate(configs):
+        gpus, numbers = set(config.parallel.gpus), [number]
+        for other in [each for each in divided if not gpus.isdisjoint(each[0])]:
+            divided.remove(other)
+            gpus, numbers = gpus | other[0], sorted(numbers + other[1])
+        divided.append((gpus, numbers))
+    return sorted(numbers for _, numbers in divided)
+
+
 def describe_keys() -> Iterator[tuple[str, str, str, str]]:
     """Yields (dotted key, type, default, documentation) of every key, in order."""
     for section in fields(Config):
@@ -335,6 +348,8 @@ def _check_combinations(config: Config) -> None:
                     f"parallel.executor = 'inline' runs one worker: use "
                     f"'multiprocess' with parallel.{name} above 1"
                 )
+    if parallel.first_gpu and parallel.executor == "ray":
+        raise ConfigError("parallel.first_gpu: with parallel.executor = 'ray' Ray lends the GPUs")
     _check_experts(parallel)
     _check_store(config)
     if model.chat_template is not None and not model.has_tokenizer:

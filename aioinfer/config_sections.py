@@ -438,6 +438,13 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = key(
         "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"
     )
+    first_gpu: int = key(
+        "Number of the first GPU that the model takes; the others follow it. Of `[[models]]` those "
+        "that have a GPU in common take turns, and others are awake side by side "
+        "(docs/models.md); on CPUs the numbers say that alone. Not with Ray.",
+        0,
+        minimum=0,
+    )
     cuda_graphs: bool = key(
         "Replay CUDA graphs of whole decode steps and of the layers of other steps. `false` "
         "launches every kernel by itself: slower, for finding faults and for models whose layers "
@@ -462,6 +469,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         """The workers of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def gpus(self) -> range:
+        """The numbers of the GPUs that the engines take."""
+        return range(self.first_gpu, self.first_gpu + self.world_size * self.data_parallel_size)
 
     @property
     def data_parallel_attention(self) -> bool:

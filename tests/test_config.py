@@ -12,7 +12,15 @@ import pytest
 
 import document_keys
 from aioinfer.__main__ import main
-from aioinfer.config import Config, describe_keys, load_config, load_models
+from aioinfer.config import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    describe_keys,
+    divide_by_gpus,
+    load_config,
+    load_models,
+)
 from aioinfer.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -186,6 +194,22 @@ def test_what_is_wrong_for_all_models_is_not_said_to_be_of_one(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_models(write(tmp_path, f"{shared}\n{SEVERAL}"), [override] if override else [])
+
+
+def test_models_with_a_gpu_in_common_are_together() -> None:
+    def parts(*gpus: tuple[int, int]) -> list[list[int]]:
+        given = (
+            ParallelConfig(first_gpu=first, tensor_parallel_size=count) for first, count in gpus
+        )
+        return divide_by_gpus(
+            [Config(model=ModelConfig(path="x"), parallel=each) for each in given]
+        )
+
+    assert parts((0, 1), (0, 1)) == [[0, 1]]
+    assert parts((2, 2), (0, 2), (3, 1), (1, 1)) == [[0, 2], [1, 3]]
+    assert parts((0, 2), (2, 2), (4, 1), (1, 2)) == [[0, 1, 3], [2]]  # by way of the last one
+    with pytest.raises(ConfigError, match=r"parallel.first_gpu: .* Ray lends the GPUs"):
+        load_config(None, {"model.path": "x", "parallel.first_gpu": 1, "parallel.executor": "ray"})
 
 
 def test_models_do_not_share_a_place(tmp_path: Path) -> None:

@@ -37,16 +37,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @asynccontextmanager
 async def launched(
-    folders: list[Path], stay_s: float = 0.0, **settings: Any
+    folders: list[Path],
+    stay_s: float = 0.0,
+    first_gpus: tuple[int, ...] = (0, 0, 0),
+    **settings: Any,
 ) -> AsyncIterator[ModelGroup]:
     usual = {"model.tokenizer": "none", "executor": "inline"}
     models = await ModelGroup.launch(
         [
-            tiny_config(folder, **usual | {"server.served_model_names": [f"m{number}"]} | settings)
+            tiny_config(
+                folder,
+                **usual
+                | {
+                    "server.served_model_names": [f"m{number}"],
+                    "parallel.first_gpu": first_gpus[number],
+                }
+                | settings,
+            )
             for number, folder in enumerate(folders)
         ]
     )
-    models.min_stay_s = stay_s
+    for turns in models.turns:
+        turns.min_stay_s = stay_s
     yield models
     for each in models:
         each.engines[0].scheduler.check_integrity()
@@ -82,12 +94,29 @@ async def test_each_model_has_its_turn_and_the_text_that_it_has_alone(
 ) -> None:
     async with launched(folders) as models:
         assert [each.control.sleep_level for each in models] == [0, 1, 1]
-        assert models.awake is models.first is models.find("m0")
+        assert models.awake == [models.first] == [models.find("m0")]
         assert models.find("m3") is None
         for _ in range(2):  # the second time out of what they have kept, if anything
             found = await asyncio.gather(*map(tokens_of, models), *map(tokens_of, models))
             assert found == alone + alone
         assert sum(not each.control.sleep_level for each in models) == 1
+
+
+async def test_models_on_gpus_of_their_own_are_awake_side_by_side(
+    folders: list[Path], alone: list[Tokens]
+) -> None:
+    """Two take turns, and the third one has nothing to do with that."""
+    async with launched(folders, first_gpus=(0, 1, 0)) as models:
+        first, second, third = models
+        assert models.awake == [first, second]
+        assert [each.control.sleep_level for each in models] == [0, 0, 1]
+        running = await long_request(second)
+        assert await asyncio.gather(*map(tokens_of, models)) == alone
+        assert len((await running.collect())[0].token_ids) == 110
+        assert [each.control.num_wakes > 0 for each in models] == [False, False, True]
+        assert models.awake == [third, second]
+        first.engines[0].handle_loss(EngineDeadError("lost"))
+        assert await tokens_of(first) == alone[0]
 
 
 async def test_a_request_that_runs_is_finished_first_and_one_that_waits_comes_later(
@@ -132,9 +161,9 @@ async def test_an_aborted_request_wakes_no_model_up(folders: list[Path]) -> None
         assert second.engines[0].scheduler.num_waiting == 1
         output.abort()
         assert second.engines[0].is_idle
-        await until(lambda: not models._wanted)
+        await until(lambda: not models.turns[0]._wanted)
         assert await tokens_of(first)
-        assert (models.awake, second.control.num_wakes) == (first, 0)
+        assert (models.awake, second.control.num_wakes) == ([first], 0)
 
 
 async def test_a_model_that_is_paused_keeps_its_place(
@@ -144,9 +173,9 @@ async def test_a_model_that_is_paused_keeps_its_place(
         first, second = models
         await first.control.pause()
         waiting = asyncio.ensure_future(tokens_of(second))
-        await until(lambda: models._wanted)
+        await until(lambda: models.turns[0]._wanted)
         await asyncio.sleep(0.05)
-        assert (models.awake, first.control.sleep_level) == (first, 0)
+        assert (models.awake, first.control.sleep_level) == ([first], 0)
         await models.end_pauses()
         assert await waiting == alone[1]
 

@@ -346,20 +346,23 @@ async def list_tags(request: web.Request) -> ModelTags:
 
 
 async def list_running(request: web.Request) -> RunningModels:
-    """Lists the model that is awake under its first name, with the memory that its workers have
-    taken. It stays loaded, which Ollama says by a time long from now."""
-    frontend = request.app[MODELS].awake
+    """Lists the models that are awake under their first names, with the memory that their workers
+    have taken. They stay loaded, which Ollama says by a time long from now."""
+    models = [await _running(request, each) for each in request.app[MODELS].awake]
+    return RunningModels(models=models)
+
+
+async def _running(request: web.Request, frontend: Frontend) -> RunningModel:
     files = await _files(frontend)
     name = frontend.config.served_model_names[0]
     size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
     is_on_host = frontend.engines[0].report.device.startswith("cpu")
-    model = RunningModel(
+    return RunningModel(
         **_named(name, files, size),
         expires_at=_iso(request.app[STARTED] + _FOREVER_S),
         size_vram=0 if is_on_host else size,
         context_length=frontend.max_model_len,
     )
-    return RunningModels(models=[model])
 
 
 def _named(name: str, files: WeightFiles, size: int) -> dict[str, Any]:

@@ -45,15 +45,17 @@ def select_device(
     parallel = config.parallel
     names = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
     settings = {f"parallel.{name}": getattr(parallel, name) for name in names}
-    size, engines = parallel.world_size, parallel.data_parallel_size
-    if size * engines > count:
+    gpus = parallel.gpus
+    if gpus.stop > count:
         above_one = {name: value for name, value in settings.items() if value > 1}
         product = " times ".join(f"{name} = {value}" for name, value in above_one.items())
+        behind = f" from parallel.first_gpu = {gpus.start} on" if gpus.start else ""
+        lower = [*above_one, *(["parallel.first_gpu"] if behind else [])]
         raise ConfigError(
-            f"{product} takes {size * engines} GPUs, and torch finds {count}: lower "
-            f"{' or '.join(above_one)}"
+            f"{product or 'the model'} takes {len(gpus)} GPUs{behind}, and torch finds {count}: "
+            f"lower {' or '.join(lower)}"
         )
-    return torch.device("cuda", engine * size + rank)
+    return torch.device("cuda", gpus[engine * parallel.world_size + rank])
 
 
 def begin_context(device: torch.device) -> None:

@@ -55,7 +55,8 @@ async def served_by_turns(
     file = folder / "models.toml"
     await asyncio.to_thread(file.write_text, COMMON + text)
     models = await ModelGroup.launch(await asyncio.to_thread(load_models, file))
-    models.min_stay_s = stay
+    for turns in models.turns:
+        turns.min_stay_s = stay
     server = HttpServer(models.first.config)
     url = await server.start()
     await server.serve(models)
@@ -229,3 +230,27 @@ async def test_a_stream_is_not_cut_and_a_client_that_goes_away_wakes_no_model(
         await two.server.drain()  # answers what waits for its turn, too
         assert len((await waiting)["token_ids"]) == 16
         assert second.control.num_wakes
+
+
+async def test_models_on_gpus_of_their_own_are_all_awake(folder: Path) -> None:
+    text = "".join(
+        f"{LLAMA.format(folder=folder / name, name=name)}parallel.first_gpu = {number}\n"
+        for number, name in enumerate(("llama", "other"))
+    )
+    async with served_by_turns(folder, text, 0.0) as (two, models):
+
+        async def get(path: str) -> tuple[int, Any]:
+            async with two.http.get(path, headers=ADMIN) as response:
+                return response.status, await response.json()
+
+        cards = (await get("/v1/models"))[1]["data"]
+        assert [card["status"]["value"] for card in cards] == ["loaded"] * 2
+        running = (await get("/api/ps"))[1]["models"]
+        assert [model["name"] for model in running] == ["llama", "other"]
+        for name, ready in (("llama", 200), ("other", 503)):  # while one of them is not paused
+            async with two.http.post(f"/pause?model={name}", headers=ADMIN) as response:
+                assert response.status == 200
+            assert (await get("/health/ready"))[0] == ready
+        await models.end_pauses()
+        assert len((await two.complete(model="other", **IDS))["token_ids"]) == 16
+        assert not any(each.control.num_wakes for each in models)

@@ -52,7 +52,7 @@ async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
     ]
     await second.control.sleep()
     models, server = ModelGroup([first, second]), HttpServer(first.config)
-    models.min_stay_s = 0.0
+    models.turns[0].min_stay_s = 0.0
     names = "$$('#model option').map((one) => one.textContent).join()"
     panels = "$$('#engine h2').map((one) => one.textContent).join()"
     try:
@@ -65,7 +65,7 @@ async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
         )
         await say(browser, "Hello")
         await browser.until(f"{names} === 'first (asleep),second'")
-        assert models.awake is second
+        assert models.awake == [second]
     finally:
         await browser.open("about:blank")
         await server.close()

@@ -14,6 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer import __version__
 from aioinfer.api.context import MODELS, STARTED, frontend_of, name_model
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_turns import ModelTurns
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
 
@@ -152,17 +153,24 @@ async def live(request: web.BaseRequest) -> Status:
 async def ready(request: web.Request) -> Status:
     """Answers 200 while requests should be sent to this server, and 503 with the reason before and
     after that, and while no engine serves."""
-    models = request.app[MODELS]
-    frontend = models.awake
     if (obstacle := request.app[READINESS].obstacle) is not None:
         raise NotReadyError(obstacle)
-    if frontend.control.sleep_level and not models.is_swapping:
-        raise NotReadyError("the model sleeps")
-    if frontend.control.is_paused and not models.is_swapping:
-        raise NotReadyError("the server is paused")
-    if frontend.is_healthy() and not frontend.is_ready():
-        raise NotReadyError("the workers of all engines are being restarted")
+    obstacles = [_obstacle(turns) for turns in request.app[MODELS].turns]
+    if all(obstacles):
+        raise NotReadyError(obstacles[0])
     return await health(request)
+
+
+def _obstacle(turns: ModelTurns) -> str:
+    """Returns why requests should be sent to none of these models; "" if they should."""
+    frontend = turns.awake
+    if frontend.control.sleep_level and not turns.is_swapping:
+        return "the model sleeps"
+    if frontend.control.is_paused and not turns.is_swapping:
+        return "the server is paused"
+    if frontend.is_healthy() and not frontend.is_ready():
+        return "the workers of all engines are being restarted"
+    return ""
 
 
 async def version(request: web.Request) -> Version:
@@ -172,7 +180,8 @@ async def version(request: web.Request) -> Version:
 
 async def show_load(request: web.Request) -> Load:
     """Returns the numbers of queued and running requests on all engines: `server_load`, as in vLLM,
-    is their sum. The rest is of the model that is awake."""
+    is their sum. The rest is of the models that are awake: the fullest cache, and whether all are
+    paused."""
     models = request.app[MODELS]
     found = [each.stats() for each in models]
     running, queued = (int(sum(each[name] for each in found)) for name in ("running", "waiting"))
@@ -180,8 +189,10 @@ async def show_load(request: web.Request) -> Load:
         server_load=running + queued,
         running=running,
         waiting=queued,
-        kv_cache_usage=models.awake.stats()["kv_cache_usage"],
-        paused=models.awake.control.is_paused and not models.is_swapping,
+        kv_cache_usage=max(each.stats()["kv_cache_usage"] for each in models.awake),
+        paused=all(
+            turns.awake.control.is_paused and not turns.is_swapping for turns in models.turns
+        ),
     )
 
 
@@ -196,7 +207,7 @@ async def tokenizer_info(request: web.Request) -> dict[str, Any]:
 
 def _card(request: web.Request, frontend: Frontend, name: str) -> Model:
     app = request.app
-    is_awake, variant = frontend is app[MODELS].awake, frontend.variants.find(name)
+    is_awake, variant = frontend in app[MODELS].awake, frontend.variants.find(name)
     card = Model(
         id=name,
         created=app[STARTED],
