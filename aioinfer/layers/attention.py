@@ -271,6 +271,7 @@ class Attention(Mixer):
         of_pictures = None
         pictures = None if sampled is not None else step.pictures
         if pictures is not None and pictures.is_bidirectional(self.shape.window):
+            assert pictures.places is not None
             of_pictures = self._picture_queries(qkv, step, pictures.places)
         if self._kernel is None:
             attended = self._attend_in_torch(qkv, step)

@@ -64,7 +64,7 @@ class PerLayerEmbedding(Part):
         ids, table = step.inputs.input_ids, self._table
         ids = ids.masked_fill(ids >= table.vocabulary.vocab_size, 0)
         if step.pictures is not None:
-            ids.index_fill_(0, step.pictures.places, 0)
+            ids.masked_fill_(step.pictures.rows >= 0, 0)
         projected = self._projection(stream.hidden).mul_(self._scale)
         vectors = self._norm(projected.view(-1, self._size)).view(projected.shape)
         stream.side = vectors.add_(table.rows(ids)).mul_(2**-0.5)

@@ -59,6 +59,7 @@ def attend_within_pictures(
         raise ConfigError("pictures that are attended to both ways go without soft caps")
     pictures = step.pictures
     assert pictures is not None
+    assert pictures.places is not None
     tables = step.inputs.groups[group].block_tables
     for block in pictures.blocks:
         tokens = slice(block.first, block.first + block.length)

@@ -6,11 +6,13 @@ The worker's runner makes them from the slots. R rows (requests), T tokens, S sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from aioinfer.layers.pictures import StepPictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,45 +126,6 @@ class HostRows:
 
     query_lens: list[int]
     seq_lens: list[int]
-
-
-class StepPictures(NamedTuple):
-    """The embeddings of pictures that take the place of tokens' in a step, n tokens.
-
-    Attributes:
-        places: int64 [n], the tokens, as indices of the step's.
-        rows: int64 [n], the row of `embeddings` for each.
-        embeddings: [rows, width], whose first channels are those of the stream; further vectors of
-            as many channels are added to the stream behind the first layers, one behind each.
-        blocks: of `layers.picture_attention`, where tokens of a picture attend to each other both
-            ways; else none.
-        keeps_windows: whether they do so in layers with a window alone, and within it.
-    """
-
-    places: torch.Tensor
-    rows: torch.Tensor
-    embeddings: torch.Tensor
-    blocks: Sequence[Any] = ()
-    keeps_windows: bool = False
-
-    def is_bidirectional(self, window: int | None) -> bool:
-        """Whether tokens of a picture attend to each other both ways in a layer with a window, or
-        without one."""
-        return bool(self.blocks) and (window is not None or not self.keeps_windows)
-
-    def enter(self, hidden: torch.Tensor) -> None:
-        """Puts the embeddings into the stream [T, hidden_size]."""
-        size = hidden.shape[1]
-        hidden.index_copy_(0, self.places, self.embeddings[self.rows, :size])
-
-    def deepen(self, hidden: torch.Tensor, number: int) -> None:
-        """Adds what belongs behind layer `number` to the stream [T, hidden_size]; nothing behind
-        most layers."""
-        size = hidden.shape[1]
-        start = (number + 1) * size
-        if start < self.embeddings.shape[1]:
-            part = self.embeddings[self.rows, start : start + size]
-            hidden.index_add_(0, self.places, part)
 
 
 @dataclass(slots=True)

@@ -233,6 +233,12 @@ class WorkerFeature:
     def change_inputs(self, plan: StepPlan, section: Any, step: Step) -> None:
         """Changes the inputs of a step that no graph computes as a whole, before its layers."""
 
+    def change_captured(self, step: Step) -> bool:
+        """Gives a step that a graph of the layers is captured from what `change_inputs` gives
+        others; the graph is replayed where that was called for the step. Returns whether it
+        does: of one feature at most. Called if the feature `changes_inputs`."""
+        return False
+
     def needs_all_tokens(self, plan: StepPlan, section: Any) -> bool:
         """Whether `read_hidden` needs the hidden states of all tokens of the step, and not just
         those of its sampled rows."""
@@ -488,6 +494,12 @@ class StepWorks:
         """Calls `WorkerFeature.begin` of work of every step."""
         for work in self._of_every_step:
             work.begin(plan)
+
+    def change_captured(self, step: Step) -> bool:
+        """See `WorkerFeature.change_captured`."""
+        return any(
+            work.change_captured(step) for work in self._by_section.values() if work.changes_inputs
+        )
 
     def propose(self, rows: ProposalRows) -> None:
         """Calls `WorkerFeature.propose` of the feature that proposes drafts. Without one, whatever

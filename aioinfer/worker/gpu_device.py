@@ -382,7 +382,7 @@ class GpuDevice(Device):
     def replay_layers(self, step: Step) -> ResidualStream | None:
         """See `Device.replay_layers`."""
         num_tokens = len(step.inputs.input_ids)
-        graphs = self.graphs.layers
+        graphs = self.graphs.layers_of(step)
         size = graphs.fit(num_tokens)
         if not size:
             return None

@@ -216,9 +216,7 @@ class ModelRunner:
         `every_token`, `CausalLM.finish_all` does."""
         model = self.model
         model.plan(step)
-        # graphs know neither pictures nor soft prompts
-        is_plain = step.pictures is None and step.prompts is None
-        stream = self.device.replay_layers(step) if is_plain else None
+        stream = self.device.replay_layers(step)
         if stream is None:
             stream = self.begin(step)
         return model.finish_all(step, stream) if every_token else model.finish(step, stream)

@@ -32,6 +32,7 @@ from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.layers.extension import Extension
+from aioinfer.layers.step import Step
 from aioinfer.worker.slots import Slots
 
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
@@ -279,7 +280,8 @@ class StepGraphs:
         decode, sharing, lookahead, extended: of decode steps by their rows; `sharing` look for
             shared prefixes, `extended` have the extension of the layers, `lookahead` have it, too,
             and may have lookahead rows.
-        mixed, mixed_extended: of the layers of steps with prompts, by their tokens.
+        mixed, mixed_extended, pictured: of the layers of steps with prompts, by their tokens;
+            `pictured` of steps with pictures.
         idle: of a step without rows.
         nbytes: GPU memory that those captured before the rank serves have taken.
         looks_for_prefixes: whether there is a set that looks for shared prefixes.
@@ -292,7 +294,7 @@ class StepGraphs:
         """`plan`: the buffer that the graphs of decode steps read; `extension`: of the layers."""
         self.decode, self.sharing, self.lookahead = CudaGraphs(), CudaGraphs(), CudaGraphs()
         self.extended, self.mixed_extended = CudaGraphs(), CudaGraphs()
-        self.mixed, self.idle = CudaGraphs(), CudaGraphs()
+        self.mixed, self.pictured, self.idle = CudaGraphs(), CudaGraphs(), CudaGraphs()
         self._extension = extension
         self.nbytes = 0
         self.looks_for_prefixes = looks_for_prefixes
@@ -304,7 +306,7 @@ class StepGraphs:
         any was."""
         kinds = (
             self.decode, self.mixed, self.lookahead, self.sharing, self.extended,
-            self.mixed_extended, self.idle,
+            self.mixed_extended, self.pictured, self.idle,
         )  # fmt: skip
         return any(graphs.capture_next() for graphs in kinds)
 
@@ -333,9 +335,14 @@ class StepGraphs:
         """Whether the step has the extension of the layers."""
         return self._extension is not None and self._extension.is_active
 
-    @property
-    def layers(self) -> CudaGraphs:
-        """The graphs of layers of the step, if it has prompts."""
+    def layers_of(self, step: Step) -> CudaGraphs:
+        """Returns the graphs of layers of a step with prompts: without sizes where there are none,
+        as with soft prompts, pictures beside adapters, or such as are attended to both ways."""
+        pictures = step.pictures
+        if step.prompts is not None or (pictures is not None and pictures.blocks):
+            return CudaGraphs()
+        if pictures is not None:
+            return CudaGraphs() if self.is_extended else self.pictured
         return self.mixed_extended if self.is_extended else self.mixed
 
     def replay_decode(self, plan: StepPlan) -> None:

@@ -277,9 +277,20 @@ class GraphBodies:
     def launch_mixed(self, tokens: int) -> None:
         """Launches all layers but the last for `tokens` tokens, of the rows that the plans on the
         GPU describe."""
+        self._launch_mixed(self._mixed_step(tokens), tokens)
+
+    def launch_pictured(self, tokens: int) -> None:
+        """Launches as many layers of a step with pictures."""
+        step = self._mixed_step(tokens)
+        self._runner.works.change_captured(step)
+        self._launch_mixed(step, tokens)
+
+    def _mixed_step(self, tokens: int) -> Step:
+        taps = None if self.device.taps is None else self.device.taps[:tokens]
+        return Step(self.device.buffers.views(tokens, self.device.plan.rows), None, taps=taps)
+
+    def _launch_mixed(self, step: Step, tokens: int) -> None:
         device, extension = self.device, self._model.backend.extension
-        taps = None if device.taps is None else device.taps[:tokens]
-        step = Step(device.buffers.views(tokens, device.plan.rows), None, taps=taps)
         with nullcontext() if extension is None else extension.expecting(tokens):
             _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
 
@@ -338,6 +349,8 @@ class GraphBodies:
             if extension is not None:
                 with extension:
                     capture(graphs.mixed_extended, sizes, self.launch_mixed)
+            if self._runner.works.change_captured(self._mixed_step(sizes[-1])):
+                capture(graphs.pictured, sizes, self.launch_pictured)
         torch.cuda.synchronize()
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 

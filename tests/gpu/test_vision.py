@@ -69,6 +69,8 @@ def test_texts_are_transformers_s(
         device = worker_of(llm).runner.device
         assert isinstance(device, GpuDevice)
         assert bool(device.graphs.decode.graphs) == kernels
+        is_captured = kernels and not tower.format.is_bidirectional
+        assert bool(device.graphs.pictured.graphs) == is_captured
     for parts, output, cached in zip(TURNS, outputs, again, strict=True):
         pictures = [part for part in parts if not isinstance(part, str)]
         expected = reference_output(model, name, output.prompt_token_ids, pictures, TOKENS)

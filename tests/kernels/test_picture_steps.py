@@ -26,7 +26,9 @@ from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.warm_up import GraphBodies
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
+from tests.kernels.test_gpu_device import Graphs
 from tests.kernels.test_gpu_device import no_cuda as no_cuda
 from tests.vision_models import IMAGE, VOCAB, picture, save_model
 
@@ -105,16 +107,22 @@ def plans(ids: list[int], pictures: PromptPictures, groups: int) -> list[StepPla
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "gemma4"])
 def test_kernels_sample_what_torch_does(name: str, tmp_path: Path) -> None:
-    save_model(name, tmp_path)
+    is_captured = name == "qwen3_vl"  # attention both ways within a picture is not
+    save_model(name, tmp_path, head_dim=64 if is_captured else 16)
     if name == "gemma4":  # pictures of few tokens, as transformers' processor does not make them
         (tmp_path / "preprocessor_config.json").write_text('{"max_soft_tokens": 14}', "utf-8")
     ids, pictures = prompt_of(tmp_path)
     of_gpu, of_cpu = (make_runner(tmp_path, kernels=kernels) for kernels in (True, False))
+    assert isinstance(of_gpu.device, GpuDevice)
+    bodies, graphs = GraphBodies(of_gpu, of_gpu.device), of_gpu.device.graphs
+    bodies.clear_mixed(80)
+    if is_captured:
+        mixed, pictured = Graphs(bodies.launch_mixed), Graphs(bodies.launch_pictured)
+        graphs.mixed, graphs.pictured = mixed, pictured
     number = len(of_cpu.slots.tables_by_group)
     for plan, same in zip(plans(ids, pictures, number), plans(ids, pictures, number), strict=True):
         found, expected = of_gpu.step(plan).wait(), of_cpu.step(same).wait()
         assert found.tokens.tolist() == expected.tokens.tolist()
-        assert isinstance(of_gpu.device, GpuDevice)
         has_pictures = plan.section(PictureRows) is not None
         if has_pictures and (positions := pictures.positions) is not None:
             start, length = int(plan.starts[1]), int(plan.lengths[1])
@@ -123,5 +131,7 @@ def test_kernels_sample_what_torch_does(name: str, tmp_path: Path) -> None:
             first = int(plan.lengths[0])
             entered = rotary[:, first : first + length].numpy()
             assert (entered == positions[:, start : start + length]).all()
+    if is_captured:
+        assert len(pictured.replayed) == 2
     for mine, other in zip(of_gpu.device.kv.tensors, of_cpu.device.kv.tensors, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)

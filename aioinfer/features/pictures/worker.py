@@ -18,7 +18,8 @@ from aioinfer.features.pictures.sections import PictureRows, pack_pixels
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.picture_attention import PictureBlock
-from aioinfer.layers.step import SampledRows, Step, StepPictures
+from aioinfer.layers.pictures import StepPictures
+from aioinfer.layers.step import SampledRows, Step
 from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, rows_of, spread
 
 
@@ -43,6 +44,7 @@ class Work(WorkerFeature):
         self._tower, media = tower, rank.config.media
         self._budget = min(media.encoder_budget, media.cache_embeddings)
         self._encodes = rank.model.backend.stage == 0
+        self._rows = torch.zeros(rank.config.max_step_tokens, dtype=torch.int64, device=rank.device)
         self.embeddings = torch.zeros(
             media.cache_embeddings if self._encodes else 0,
             tower.width,
@@ -57,15 +59,29 @@ class Work(WorkerFeature):
             pictures, grids = self._pictures(section)
             self.embeddings.index_copy_(0, targets, self._tower.encode(pictures, grids))
         tokens = spread(first_tokens(plan, section.slots), section.lengths, 1)
-        is_picture = section.sources >= 0
-        places, rows = tokens[is_picture], section.sources[is_picture].astype(np.int64)
-        step.pictures = StepPictures(
-            self.rank.upload(places), self.rank.upload(rows), self.embeddings,
-            _blocks(plan, section) if len(section.blocks) else (),
-            self._tower.format.keeps_windows,
-        )  # fmt: skip
+        if self._encodes or len(section.blocks):
+            rows = np.full(max(step.padded, plan.num_tokens), -1, np.int64)
+            rows[tokens] = section.sources
+            self._rows[: len(rows)].copy_(self.rank.upload(rows), non_blocking=True)
+            step.pictures = self._pictures_of(step)
+        if step.pictures is not None and len(section.blocks):
+            step.pictures = step.pictures._replace(
+                places=self.rank.upload(tokens[section.sources >= 0]),
+                blocks=_blocks(plan, section), keeps_windows=self._tower.format.keeps_windows,
+            )  # fmt: skip
         if section.positions.shape[1]:
             self._place(step, self.rank.upload(tokens), self.rank.upload(section.positions))
+
+    def change_captured(self, step: Step) -> bool:
+        """See `WorkerFeature.change_captured`: pictures whose tokens attend to each other both ways
+        are not captured."""
+        if not self._encodes or self._tower.format.is_bidirectional:
+            return False
+        step.pictures = self._pictures_of(step)
+        return True
+
+    def _pictures_of(self, step: Step) -> StepPictures:
+        return StepPictures(self._rows[: len(step.inputs.input_ids)], self.embeddings)
 
     def _pictures(self, section: PictureRows) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
         """Returns the pixels of the pictures that are to be encoded, on the device, and their

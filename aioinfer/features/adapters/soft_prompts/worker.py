@@ -3,10 +3,13 @@ tokens."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.soft_prompts.sections import SoftPromptRows
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.layers.step import Step, StepPictures
+from aioinfer.layers.pictures import StepPictures
+from aioinfer.layers.step import Step
 from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, spread
 
 
@@ -30,5 +33,7 @@ class Work(WorkerFeature):
         prompts, counts = self._prompts, section.counts
         tokens = spread(first_tokens(plan, section.slots), counts, 1)
         rows = spread(section.adapters * prompts.max_tokens + section.starts, counts, 1)
+        of_tokens = np.full(plan.num_tokens, -1, np.int64)
+        of_tokens[tokens] = rows
         vectors = prompts.tensors[0].flatten(0, 1)
-        step.prompts = StepPictures(self.rank.upload(tokens), self.rank.upload(rows), vectors)
+        step.prompts = StepPictures(self.rank.upload(of_tokens), vectors)
