@@ -165,7 +165,8 @@ def test_text_is_that_of_a_plain_run(
             assert isinstance(device, GpuDevice)
             graphs = settings.get("parallel__cuda_graphs", True)
             assert bool(device.graphs.lookahead.graphs) == graphs
-    assert "was compiled while serving" not in capfd.readouterr().err
+    if "parallel__pipeline_parallel_size" in settings:
+        assert "was compiled while serving" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
