@@ -1,5 +1,6 @@
-"""LayerNorm of a sum: of the residual stream and what a layer adds to it, in the stream's place.
-Called by encoders on GPUs, whose layers are normed behind their parts.
+"""LayerNorm of a sum, of the residual stream and what a part of a layer adds to it. Called on GPUs
+by encoders, whose layers are normed behind their parts, and by towers, which are normed before
+them.
 
 Source of the operation: Ba et al., "Layer Normalization", 2016.
 """
@@ -16,19 +17,24 @@ MAX_HIDDEN = 16384  # one program keeps a whole row in its registers
 
 @triton.jit
 def _add_layer_norm_kernel(
-    stream, addend, weight, bias, hidden, eps, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+    stream, addend, weight, bias, out, hidden, eps, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * hidden
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     total = tl.load(stream + row + columns, mask, 0.0).to(tl.float32)
     total += tl.load(addend + row + columns, mask, 0.0).to(tl.float32)
+    place = stream
+    if out is not None:
+        tl.store(stream + row + columns, total.to(stream.dtype.element_ty), mask)
+        total = total.to(stream.dtype.element_ty).to(tl.float32)
+        place = out
     centred = tl.where(mask, total - tl.sum(total) / hidden, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred) / hidden + eps)
     normed = centred * scale * tl.load(weight + columns, mask, 0.0).to(tl.float32)
     if HAS_BIAS:
         normed += tl.load(bias + columns, mask, 0.0).to(tl.float32)
-    tl.store(stream + row + columns, normed.to(stream.dtype.element_ty), mask)
+    tl.store(place + row + columns, normed.to(stream.dtype.element_ty), mask)
 
 
 def add_layer_norm(
@@ -37,11 +43,13 @@ def add_layer_norm(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Puts the LayerNorm of `stream + addend` in the place of `stream`, with one rounding.
+    """Puts the LayerNorm of `stream + addend` in the place of `stream`, with one rounding; with
+    `out` the sum, and the norm of the rounded sum in `out`.
 
     Args:
-        stream, addend: [T, H], contiguous, bf16, fp16 or fp32.
+        stream, addend, out: [T, H], contiguous, bf16, fp16 or fp32.
         weight, bias: [H], or no bias.
         eps: added to the variance.
 
@@ -54,6 +62,6 @@ def add_layer_norm(
     if tokens:
         block = triton.next_power_of_2(hidden)
         _add_layer_norm_kernel[(tokens,)](
-            stream, addend, weight, bias, hidden, eps, BLOCK=block, HAS_BIAS=bias is not None,
+            stream, addend, weight, bias, out, hidden, eps, BLOCK=block, HAS_BIAS=bias is not None,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip

@@ -17,9 +17,11 @@ class ReplicatedModule(torch.nn.Module):
 
     Attributes:
         prefix: of its tensors' names in checkpoints.
+        has_kernels: whether it may use kernels.
     """
 
     prefix: ClassVar[str] = ""
+    has_kernels = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -29,6 +31,7 @@ class ReplicatedModule(torch.nn.Module):
     def place(self, backend: Backend) -> None:
         """Gives the parameters memory on a rank's device, in the dtype of its arithmetic; norms are
         1 and biases 0 until they are loaded."""
+        self.has_kernels = backend.has_kernels
         self.requires_grad_(False)
         self.to(backend.dtype).to_empty(device=backend.device)
         for name, parameter in self.named_parameters():

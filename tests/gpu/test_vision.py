@@ -89,7 +89,7 @@ def test_towers_in_bfloat16_are_near_float32(tmp_path: Path) -> None:
     model = save_model("qwen3_vl", tmp_path)
     vision = read_vision(tmp_path, ModelConfig(path=""), MediaConfig())
     assert vision is not None
-    processed = vision.format.process(WIDE)
+    pictures = [vision.format.process(each) for each in (WIDE, HIGH, HIGH)]
     tensors = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -98,7 +98,7 @@ def test_towers_in_bfloat16_are_near_float32(tmp_path: Path) -> None:
         tower = vision.tower(backend, 64)
         for name, shard in tower.weight_shards():
             shard.destination.copy_(tensors[name])
-        pixels = torch.from_numpy(processed.pixels.copy()).to(device)
-        found.append(tower.encode([pixels], [processed.grid]).float())
+        pixels = [torch.from_numpy(each.pixels.copy()).to(device) for each in pictures]
+        found.append(tower.encode(pixels, [each.grid for each in pictures]).float())
     exact, near = found
     assert torch.nn.functional.cosine_similarity(exact, near, dim=1).min() > 0.99

@@ -23,6 +23,17 @@ def test_the_norm_of_a_sum_takes_the_streams_place(
     assert torch.equal(addend, given)
 
 
+def test_the_sum_and_its_norm() -> None:
+    torch.manual_seed(1)
+    stream, addend = (torch.randn(5, 96).half() for _ in range(2))
+    weight, bias = (torch.randn(96).half() for _ in range(2))
+    total, out = stream + addend, torch.empty_like(stream)
+    add_layer_norm(stream, addend, weight, bias, 1e-5, out)
+    assert torch.equal(stream, total)
+    expected = F.layer_norm(total.float(), (96,), weight.float(), bias.float(), 1e-5)
+    assert torch.allclose(out.float(), expected, atol=1e-4, rtol=1e-3)
+
+
 def test_shapes_that_do_not_go_together() -> None:
     weight = torch.ones(8)
     with pytest.raises(ValueError, match="addend"):

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from aioinfer.models.vision.qwen3 import Attention, Patches
+from aioinfer.models.vision.qwen3 import Attention, Block, Patches, all_blocks
 from aioinfer.models.vision.qwen_format import QwenFormat
 from aioinfer.models.vision.tower import (
+    Lengths,
+    Places,
     Tower,
     activation,
     axial_angles,
@@ -39,16 +41,10 @@ class _MLP(nn.Module):
         return self.fc2(self._activation(self.fc1(x)))
 
 
-class _Block(nn.Module):
-    def __init__(self, config: Mapping[str, Any]):
-        super().__init__()
-        size = config["embed_dim"]
-        self.norm1, self.norm2 = nn.LayerNorm(size, _EPS), nn.LayerNorm(size, _EPS)
-        self.attn, self.mlp = Attention(size, config["num_heads"]), _MLP(config)
-
-    def forward(self, x: torch.Tensor, *places: Any) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), *places)
-        return x + self.mlp(self.norm2(x))
+def _block(config: Mapping[str, Any]) -> Block:
+    size = config["embed_dim"]
+    norms = [nn.LayerNorm(size, _EPS) for _ in range(2)]
+    return Block(norms, Attention(size, config["num_heads"]), _MLP(config))
 
 
 class Merger(nn.Module):
@@ -82,7 +78,7 @@ class Qwen2Tower(Tower):
         self._patch, self._merge = format.patch_size, format.merge_size
         self._head_size = size // config["num_heads"]
         self.patch_embed = Patches({**config, "hidden_size": size}, bias=False)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config["depth"]))
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config["depth"]))
         norm = nn.LayerNorm(size, _EPS)
         self.merger = Merger(norm, size * self._merge**2, config["hidden_size"])
 
@@ -104,7 +100,6 @@ class Qwen2Tower(Tower):
         x = self.patch_embed(torch.cat(patches))
         rows, columns = torch.cat(places, dim=1)
         cos, sin = rotation(axial_angles(rows, columns, self._head_size))
-        lengths = [len(each) for each in patches]
-        for block in self.blocks:
-            x = block(x, cos, sin, lengths)
-        return self.merger(x)
+        lengths = Lengths([len(each) for each in patches], x.device)
+        places_of_all = [Places(cos, sin, lengths, self.has_kernels)] * len(self.blocks)
+        return self.merger(all_blocks(self.blocks, x, places_of_all))

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from aioinfer.models.vision.qwen2 import Merger
-from aioinfer.models.vision.qwen3 import Attention, Patches
+from aioinfer.models.vision.qwen3 import Attention, Block, Patches, all_blocks
 from aioinfer.models.vision.qwen_format import QwenFormat
 from aioinfer.models.vision.tower import (
+    Lengths,
+    Places,
     Tower,
     activation,
     axial_angles,
@@ -36,17 +38,10 @@ class _MLP(nn.Module):
         return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _Block(nn.Module):
-    def __init__(self, config: Mapping[str, Any]):
-        super().__init__()
-        size = config["hidden_size"]
-        self.norm1, self.norm2 = nn.RMSNorm(size, _EPS), nn.RMSNorm(size, _EPS)
-        self.attn = Attention(size, config["num_heads"])
-        self.mlp = _MLP(config)
-
-    def forward(self, x: torch.Tensor, *places: Any) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), *places)
-        return x + self.mlp(self.norm2(x))
+def _block(config: Mapping[str, Any]) -> Block:
+    size = config["hidden_size"]
+    norms = [nn.RMSNorm(size, _EPS) for _ in range(2)]
+    return Block(norms, Attention(size, config["num_heads"]), _MLP(config))
 
 
 class Qwen2_5Tower(Tower):  # noqa: N801
@@ -63,7 +58,7 @@ class Qwen2_5Tower(Tower):  # noqa: N801
         #: blocks of patches of a window's side
         self._window = config["window_size"] // (self._patch * self._merge)
         self.patch_embed = Patches(config, bias=False)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config["depth"]))
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config["depth"]))
         merged = config["hidden_size"] * self._merge**2
         norm = nn.RMSNorm(config["hidden_size"], _EPS)
         self.merger = Merger(norm, merged, config["out_hidden_size"])
@@ -96,9 +91,12 @@ class Qwen2_5Tower(Tower):  # noqa: N801
         row_places, column_places = torch.cat(places, dim=1)
         angles = axial_angles(row_places, column_places, self._head_size)
         cos, sin = rotation(self._in_order(angles, order))
-        for number, block in enumerate(self.blocks):
-            x = block(x, cos, sin, lengths if number in self._whole else windows)
-        merged = self.merger(x)
+        whole, within = (
+            Places(cos, sin, Lengths(each, device), self.has_kernels) for each in (lengths, windows)
+        )
+        numbers = range(len(self.blocks))
+        own = [whole if number in self._whole else within for number in numbers]
+        merged = self.merger(all_blocks(self.blocks, x, own))
         return torch.empty_like(merged).index_copy_(0, order, merged)
 
     def _in_order(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

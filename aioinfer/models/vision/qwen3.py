@@ -13,9 +13,12 @@ from torch import nn
 
 from aioinfer.models.vision.qwen_format import QwenFormat
 from aioinfer.models.vision.tower import (
+    Lengths,
+    Places,
     Tower,
+    activated,
     activation,
-    attend,
+    add_norm,
     axial_angles,
     bilinear,
     block_patches,
@@ -55,13 +58,41 @@ class Attention(nn.Module):
         self.proj = nn.Linear(size, size)
         self._num_heads, self._scale = num_heads, (size // num_heads) ** -0.5
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         projected = self.qkv(x).unflatten(1, (3 * self._num_heads, -1))
-        v = projected[:, 2 * self._num_heads :]
-        q, k = rotated(projected[:, : 2 * self._num_heads], cos, sin).chunk(2, dim=1)
-        return self.proj(attend(q, k, v, lengths, self._scale))
+        turned, v = projected.split((2 * self._num_heads, self._num_heads), dim=1)
+        if places.has_kernels:
+            from aioinfer.kernels.rotation import rotate_heads
+
+            rotate_heads(projected, 2 * self._num_heads, places.cos, places.sin)
+        else:
+            turned = rotated(turned, places.cos, places.sin)
+        q, k = turned.chunk(2, dim=1)
+        return self.proj(places.lengths.attend(q, k, v, self._scale))
+
+
+class Block(nn.Module):
+    """A layer of norms, attention and an MLP."""
+
+    def __init__(self, norms: Sequence[nn.Module], attention: Attention, mlp: nn.Module):
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn, self.mlp = attention, mlp
+
+    def forward(self, x: torch.Tensor, addend: torch.Tensor | None, places: Places) -> torch.Tensor:
+        """Adds to x [T, size], in place, what the layer before has left to be added, and what
+        attention adds. Returns what the MLP leaves to be added."""
+        normed = add_norm(x, addend, self.norm1, has_kernels=places.has_kernels)
+        attended = self.attn(normed, places)
+        return self.mlp(add_norm(x, attended, self.norm2, has_kernels=places.has_kernels))
+
+
+def all_blocks(blocks: nn.ModuleList, x: torch.Tensor, places: Sequence[Places]) -> torch.Tensor:
+    """Computes layers in place on x [T, size], each with its places; returns x."""
+    addend = None
+    for block, own in zip(blocks, places, strict=True):
+        addend = block(x, addend, own)
+    return x if addend is None else x.add_(addend)
 
 
 class _MLP(nn.Module):
@@ -69,23 +100,17 @@ class _MLP(nn.Module):
         super().__init__()
         size, inner = config["hidden_size"], config["intermediate_size"]
         self.linear_fc1, self.linear_fc2 = nn.Linear(size, inner), nn.Linear(inner, size)
-        self._activation = activation(config.get("hidden_act") or "gelu_pytorch_tanh")
+        self._activation = config.get("hidden_act") or "gelu_pytorch_tanh"
+        activation(self._activation)  # which refuses an unknown one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(self._activation(self.linear_fc1(x)))
+        return self.linear_fc2(activated(x, self.linear_fc1, self._activation))
 
 
-class _Block(nn.Module):
-    def __init__(self, config: Mapping[str, Any]):
-        super().__init__()
-        size = config["hidden_size"]
-        self.norm1, self.norm2 = nn.LayerNorm(size, _EPS), nn.LayerNorm(size, _EPS)
-        self.attn = Attention(size, config["num_heads"])
-        self.mlp = _MLP(config)
-
-    def forward(self, x: torch.Tensor, *places: Any) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), *places)
-        return x + self.mlp(self.norm2(x))
+def _block(config: Mapping[str, Any]) -> Block:
+    size = config["hidden_size"]
+    norms = [nn.LayerNorm(size, _EPS) for _ in range(2)]
+    return Block(norms, Attention(size, config["num_heads"]), _MLP(config))
 
 
 class _Merger(nn.Module):
@@ -126,7 +151,7 @@ class Qwen3Tower(Tower):
         self.num_deep = len(self._deep)
         self.patch_embed = Patches(config)
         self.pos_embed = nn.Embedding(config["num_position_embeddings"], config["hidden_size"])
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config["depth"]))
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config["depth"]))
         self.merger = _Merger(config, norms_blocks=False)
         if self._deep:
             self.deepstack_merger_list = nn.ModuleList(
@@ -153,9 +178,12 @@ class Qwen3Tower(Tower):
         x = self.patch_embed(torch.cat(patches)) + torch.cat(learned)
         rows, columns = torch.cat(places, dim=1)
         cos, sin = rotation(axial_angles(rows, columns, self._head_size))
-        deep = []
+        own = Places(cos, sin, Lengths(lengths, x.device), self.has_kernels)
+        deep, addend = [], None
         for number, block in enumerate(self.blocks):
-            x = block(x, cos, sin, lengths)
+            addend = block(x, addend, own)
             if number in self._deep:
+                x, addend = x.add_(addend), None
                 deep.append(self.deepstack_merger_list[self._deep.index(number)](x))
+        x = x if addend is None else x.add_(addend)
         return torch.cat((self.merger(x), *deep), dim=1)

@@ -1,4 +1,6 @@
-"""Towers: what computes the embeddings of pictures, in plain torch on any device.
+"""Towers: what computes the embeddings of pictures, in plain torch on any device, with some kernels
+on GPUs: a layer is few launches there, since a step of decodes is often shorter than the time in
+which the host launches a tower.
 
 A tower's modules have the names of the checkpoint's, so that its tensors are loaded by name. Every
 tensor-parallel rank has the whole tower and computes all pictures: a tower has a tenth of the text
@@ -9,9 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from aioinfer.errors import ConfigError
 from aioinfer.models.replicated import ReplicatedModule
@@ -102,6 +106,80 @@ def attend(
         found.append(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
         start, index = part.stop, index + count
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Lengths:
+    """The lengths of sequences of patches that lie one behind the other.
+
+    Attributes:
+        given: of each.
+        starts: int32 [n + 1], where each begins, and where the last one ends, on a GPU that
+            FlashAttention-2 supports, from Ampere on; None elsewhere.
+    """
+
+    def __init__(self, given: Sequence[int], device: torch.device):
+        self.given = given
+        self.starts: torch.Tensor | None = None
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            starts = torch.tensor([0, *given]).cumsum(0, dtype=torch.int32)
+            # a copy from other memory waits for all that was launched
+            self.starts = starts.pin_memory().to(device, non_blocking=True)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Returns what the function `attend` does, for q, k and v [T, heads, size]: in 16 bits on
+        a GPU in one launch, by FlashAttention-2 (Dao 2023) as torch has it."""
+        if self.starts is None or q.element_size() != 2 or q.shape[2] % 8:
+            return attend(q, k, v, self.given, scale)
+        longest = max(self.given)
+        found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, self.starts, self.starts, longest, longest, 0.0, False, False, scale=scale
+        )[0]
+        return found.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the patches of a step are, for the layers of a tower.
+
+    Attributes:
+        cos, sin: of `rotation`.
+        lengths: of the sequences within which they attend.
+        has_kernels: whether layers use kernels.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    lengths: Lengths
+    has_kernels: bool
+
+
+def add_norm(
+    x: torch.Tensor, addend: torch.Tensor | None, norm: nn.Module, *, has_kernels: bool
+) -> torch.Tensor:
+    """Adds `addend` to x [T, size] in place, both contiguous, and returns the norm of the sum."""
+    if addend is not None and has_kernels and isinstance(norm, nn.LayerNorm):
+        from aioinfer.kernels.layer_norm import add_layer_norm
+
+        out = torch.empty_like(x)
+        add_layer_norm(x, addend, norm.weight, norm.bias, norm.eps, out)
+        return out
+    if addend is not None:
+        x.add_(addend)
+    found: torch.Tensor = norm(x)
+    return found
+
+
+def activated(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
+    """Returns the activation of a linear layer's outputs [..., out]. On a GPU cuBLAS computes the
+    tanh form of GELU along the way, in 16 bits."""
+    if name == "gelu_pytorch_tanh" and x.is_cuda and x.element_size() == 2:
+        found: torch.Tensor = torch._addmm_activation(
+            linear.bias, x, linear.weight.t(), use_gelu=True
+        )
+        return found
+    return activation(name)(linear(x))
 
 
 def rotation(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
