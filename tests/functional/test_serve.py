@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPResponse
 from itertools import pairwise
@@ -48,23 +48,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-class Deployment:
-    """A process that deploys, and a client of the gateway."""
+class Driver:
+    """A process that runs one of the modules that deploy, and is told what to do by lines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, module: str, folder: Path, settings: Sequence[str]) -> None:
         self.log = folder / "driver.log"
-        self.connections: list[HTTPConnection] = []
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tests.serve_driver", f"model.path={folder}", *SETTINGS],
+                [sys.executable, "-m", module, f"model.path={folder}", *settings],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
-        try:
-            self.url = URL(self.read())
-            self.wait_for_replicas(2)
-        except BaseException:
-            self.close()
-            raise
 
     def read(self) -> str:
         """Returns the next line that the process says, and not Ray."""
@@ -74,11 +67,29 @@ class Deployment:
                 return line.removeprefix("driver: ").strip()
         raise AssertionError(f"the deployment ended: {self.log.read_text()[-4000:]}")
 
-    def scale(self, replicas: int) -> None:
+    def ask(self, line: str) -> str:
+        """Returns the answer of the process to a line."""
         assert self.popen.stdin is not None
-        self.popen.stdin.write(f"scale {replicas}\n")
+        self.popen.stdin.write(f"{line}\n")
         self.popen.stdin.flush()
-        assert self.read() == "scaled"
+        return self.read()
+
+
+class Deployment(Driver):
+    """A process that deploys, and a client of the gateway."""
+
+    def __init__(self, folder: Path) -> None:
+        self.connections: list[HTTPConnection] = []
+        super().__init__("tests.serve_driver", folder, SETTINGS)
+        try:
+            self.url = URL(self.read())
+            self.wait_for_replicas(2)
+        except BaseException:
+            self.close()
+            raise
+
+    def scale(self, replicas: int) -> None:
+        assert self.ask(f"scale {replicas}") == "scaled"
 
     def begin(self, path: str, **body: Any) -> HTTPResponse:
         connection = HTTPConnection("127.0.0.1", self.url.port or 0, timeout=60)

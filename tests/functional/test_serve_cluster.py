@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,8 +17,8 @@ import psutil
 import pytest
 from yarl import URL
 
-from tests.functional.test_lifecycle import ROOT, events
-from tests.functional.test_serve import SETTINGS, text
+from tests.functional.test_lifecycle import events
+from tests.functional.test_serve import SETTINGS, Driver, text
 from tests.gpu.random_models import random_model
 from tests.serve_cluster_driver import NODES
 from tests.test_torchrun import free_port
@@ -44,21 +42,13 @@ def wait_until_ready(url: URL) -> None:
         time.sleep(0.1)
 
 
-class Cluster:
+class Cluster(Driver):
     """The process that deploys, and a client of its gateways in turn."""
 
     def __init__(self, folder: Path) -> None:
-        self.log = folder / "driver.log"
         # the last value of a key counts
         settings = [*SETTINGS, "scheduler.max_num_seqs=4", f"server.port={free_port()}"]
-        with self.log.open("w") as log:
-            self.popen = subprocess.Popen(
-                [
-                    sys.executable, "-m", "tests.serve_cluster_driver",
-                    f"model.path={folder}", *settings,
-                ],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
+        super().__init__("tests.serve_cluster_driver", folder, settings)
         try:
             self.urls = [URL(url) for url in self.read().split()]
             for url in self.urls:
@@ -67,19 +57,8 @@ class Cluster:
             self.close()
             raise
 
-    def read(self) -> str:
-        """Returns the next line that the process says, and not Ray."""
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            if line.startswith("driver: "):
-                return line.removeprefix("driver: ").strip()
-        raise AssertionError(f"the deployment ended: {self.log.read_text()[-4000:]}")
-
     def replica_nodes(self) -> list[str]:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write("\n")
-        self.popen.stdin.flush()
-        return self.read().split()
+        return self.ask("").split()
 
     def wait_for_replicas(self, count: int) -> list[str]:
         """Returns the nodes of the replicas, once so many run."""
@@ -89,7 +68,7 @@ class Cluster:
             time.sleep(0.5)
         return nodes
 
-    def ask(self, url: URL, prompt: list[int], max_tokens: int, **body: Any) -> HTTPResponse:
+    def complete(self, url: URL, prompt: list[int], max_tokens: int, **body: Any) -> HTTPResponse:
         connection = HTTPConnection(url.host or "", url.port or 0, timeout=60)
         usual = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -135,7 +114,7 @@ def test_gateways_on_several_nodes(cluster: Cluster) -> None:
     prompt = text(9, 320)
     texts = []
     for url in cluster.urls:
-        reply = json.loads(cluster.ask(url, prompt, 8).read())
+        reply = json.loads(cluster.complete(url, prompt, 8).read())
         texts.append(reply["choices"][0]["text"])
         time.sleep(0.5)  # until the replica's report has come
     assert texts[0] == texts[1]
@@ -153,7 +132,7 @@ def test_replicas_follow_the_load(cluster: Cluster) -> None:
                 return
             url = cluster.urls[(client + number) % 2]
             try:
-                response = cluster.ask(url, text(client * 31 + number, 40), 200, stream=True)
+                response = cluster.complete(url, text(client * 31 + number, 40), 200, stream=True)
                 *_, done = events(response)
                 assert done == "[DONE]"
                 answered[response.headers["X-Aioinfer-Replica"]] += 1
@@ -177,6 +156,5 @@ def test_replicas_follow_the_load(cluster: Cluster) -> None:
     assert len(answered) == 3
     cluster.wait_for_replicas(1)
     for url in cluster.urls:
-        assert (
-            json.loads(cluster.ask(url, text(3, 20), 4).read())["usage"]["completion_tokens"] == 4
-        )
+        reply = json.loads(cluster.complete(url, text(3, 20), 4).read())
+        assert reply["usage"]["completion_tokens"] == 4
