@@ -154,14 +154,6 @@ def test_the_space_before_the_first_word(all_tokenizers):
     assert stream(mistral, [28705, *hello]) == ["", " Hello", " world", ""]
 
 
-def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer):
-    ids = tokenizer.encode("🦜🏽", add_special_tokens=False)
-    assert len(ids) > 2
-    shown = [piece for piece in stream(tokenizer, ids) if piece]
-    assert "".join(shown) == "🦜🏽"
-    assert set(shown) <= {"🦜", "🏽", "🦜🏽"}
-
-
 def test_a_character_that_the_prompt_began(tokenizer: Tokenizer):
     ids = tokenizer.encode("a🦜", add_special_tokens=False)
     cut = len(ids) - 1
@@ -183,13 +175,6 @@ def test_a_character_that_never_ends(tokenizer: Tokenizer):
     assert "".join(pieces) == "a"
     assert set(last) == {"\ufffd", "x"}
     assert rest == ""
-
-
-def test_special_tokens_are_shown_or_skipped(all_tokenizers):
-    qwen = all_tokenizers["qwen"]
-    ids = [151644, *qwen.encode("user"), 151645, 151900]
-    assert "".join(stream(qwen, ids)) == "user"
-    assert "".join(stream(qwen, ids, skip=False)) == "<|im_start|>user<|im_end|>"
 
 
 def test_endless_bytes_that_are_no_text_are_shown_at_once(tokenizer: Tokenizer):

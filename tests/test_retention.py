@@ -46,28 +46,27 @@ def test_half_of_the_blocks_may_be_retained_and_the_heads_of_prefixes_stay() -> 
     )
 
 
-def test_retained_blocks_are_evicted_last_and_in_their_order() -> None:
-    clock = Clock()
+def retaining(clock: Clock) -> BlockPool:
+    """Returns a pool of eight blocks, which go in their order, but for the first three."""
     pool = BlockPool(8)
     pool.retention = Retention(8, clock)
-    blocks = pool.allocate(8)
-    for block in blocks:
+    for block in (blocks := pool.allocate(8)):
         pool.commit(block, name(block))
-    pool.release(list(reversed(blocks)))  # block 0 is the next
+    pool.release(list(reversed(blocks)))
     pool.retain([name(0), name(1), name(2)], 300)
-    assert pool.allocate(5) == blocks[3:]
-    assert pool.allocate(2) == blocks[:2], "where all are retained the oldest goes"
-    pool.check_integrity([[*range(8)][3:], [0, 1]])
+    return pool
+
+
+def test_retained_blocks_are_evicted_last_and_in_their_order() -> None:
+    pool = retaining(Clock())
+    assert pool.allocate(5) == [3, 4, 5, 6, 7]
+    assert pool.allocate(2) == [0, 1], "where all are retained the oldest goes"
+    pool.check_integrity([[3, 4, 5, 6, 7], [0, 1]])
 
 
 def test_retained_blocks_go_like_others_when_their_time_is_over() -> None:
     clock = Clock()
-    pool = BlockPool(4)
-    pool.retention = Retention(4, clock)
-    for block in (blocks := pool.allocate(4)):
-        pool.commit(block, name(block))
-    pool.release(list(reversed(blocks)))
-    pool.retain([name(0), name(1)], 300)
+    pool = retaining(clock)
     clock.now += 301
     assert pool.allocate(1) == [0]
 
