@@ -25,7 +25,7 @@ from aioinfer.models.vision.format import (
     resized,
 )
 from aioinfer.models.vision.llava import LlavaProjector
-from aioinfer.models.vision.tower import Tower, activation, attend, rotated, rotation
+from aioinfer.models.vision.tower import Lengths, Tower, activation, rotated, rotation
 
 _BICUBIC = 3
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -109,14 +109,14 @@ class _Attention(nn.Module):
         self._num_heads, self._scale = num_heads, head_size**-0.5
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int]
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Lengths
     ) -> torch.Tensor:
         q, k, v = (
             projection(x).unflatten(1, (self._num_heads, -1))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        return self.o_proj(attend(q, k, v, lengths, self._scale))
+        return self.o_proj(lengths.attend(q, k, v, self._scale))
 
 
 class _MLP(nn.Module):
@@ -170,8 +170,9 @@ class _VisionTower(nn.Module):
         x = self.ln_pre(torch.cat([each.flatten(1).t() for each in patches]))
         cos, sin = rotation(self._angles(shapes, x.device))
         lengths = [rows * columns for rows, columns in shapes]
+        within = Lengths(lengths, x.device)
         for layer in self.transformer.layers:
-            x = layer(x, cos, sin, lengths)
+            x = layer(x, cos, sin, within)
         return [each.view(*shape, -1) for each, shape in zip(x.split(lengths), shapes, strict=True)]
 
     def _angles(self, shapes: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aioinfer.models.vision.tower import activation, attend
+from aioinfer.models.vision.tower import activated, activation, attend
 
 _EPS = 1e-6
 #: CLIP's defaults, where they are not SigLIP's.
@@ -42,10 +42,11 @@ class _MLP(nn.Module):
         super().__init__()
         size, inner = config["hidden_size"], config["intermediate_size"]
         self.fc1, self.fc2 = nn.Linear(size, inner), nn.Linear(inner, size)
-        self._activation = activation(config.get("hidden_act") or "gelu_pytorch_tanh")
+        self._activation = config.get("hidden_act") or "gelu_pytorch_tanh"
+        activation(self._activation)  # which refuses an unknown one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self._activation(self.fc1(x)))
+        return self.fc2(activated(x, self.fc1, self._activation))
 
 
 class _Layer(nn.Module):

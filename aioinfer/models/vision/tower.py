@@ -119,6 +119,7 @@ class Lengths:
 
     def __init__(self, given: Sequence[int], device: torch.device):
         self.given = given
+        self._longest = max(given)
         self.starts: torch.Tensor | None = None
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
             starts = torch.tensor([0, *given]).cumsum(0, dtype=torch.int32)
@@ -132,9 +133,9 @@ class Lengths:
         a GPU in one launch, by FlashAttention-2 (Dao 2023) as torch has it."""
         if self.starts is None or q.element_size() != 2 or q.shape[2] % 8:
             return attend(q, k, v, self.given, scale)
-        longest = max(self.given)
-        found: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            q, k, v, self.starts, self.starts, longest, longest, 0.0, False, False, scale=scale
+        lengths = self.starts, self.starts, self._longest, self._longest
+        found: torch.Tensor = torch.ops.aten._flash_attention_forward.default(
+            q, k, v, *lengths, 0.0, False, False, scale=scale
         )[0]
         return found.flatten(1)
 
@@ -176,9 +177,9 @@ def activated(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
     tanh form of GELU along the way, in 16 bits."""
     if name == "gelu_pytorch_tanh" and x.is_cuda and x.element_size() == 2:
         found: torch.Tensor = torch._addmm_activation(
-            linear.bias, x, linear.weight.t(), use_gelu=True
+            linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True
         )
-        return found
+        return found.view(*x.shape[:-1], -1)
     return activation(name)(linear(x))
 
 
