@@ -177,12 +177,13 @@ class CacheConfig:
         above=0,
         maximum=1,
     )
-    dtype: Literal["auto", "model", "fp8"] = key(
+    dtype: Literal["auto", "model", "fp8", "fp8_unchecked"] = key(
         "Data type of keys and values. `auto`: what the checkpoint is made for (its "
         "`kv_cache_scheme`), else `model`, the dtype of the arithmetic. `fp8` (e4m3) holds twice "
         "as many tokens as 16 bits, but not of latent vectors; states beside keys keep their "
         "dtype. They are divided by the checkpoint's scales if it has any, else by scales that are "
-        "calibrated at the start with a random prompt.",
+        "calibrated at the start with a random prompt; a model that the rounding harms is refused "
+        "then, unless it is `fp8_unchecked` (docs/quantization.md).",
         "auto",
     )
     state_dtype: Literal["float32", "bfloat16"] = key(

@@ -158,7 +158,7 @@ def check_cache(config: Any, cache: CacheConfig) -> None:
     `config`: of the model."""
     if isinstance(config, EncoderDecoderConfig):
         for key, is_set in (
-            ("dtype = 'fp8'", cache.dtype == "fp8"),
+            (f"dtype = '{cache.dtype}'", cache.dtype.startswith("fp8")),
             ("host_bytes", cache.host_bytes),
         ):
             if is_set:

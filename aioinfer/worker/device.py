@@ -95,11 +95,6 @@ class Device:
         there is none."""
         return None
 
-    def capture_next(self) -> bool:
-        """Captures a graph that is missing, while no step is being prepared. Returns whether one
-        was."""
-        return False
-
     def replay_idle(self) -> bool:
         """Replays the graph of a step without rows. Returns whether there is one."""
         return False

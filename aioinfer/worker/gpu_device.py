@@ -389,10 +389,6 @@ class GpuDevice(Device):
         graphs.replay(size)
         return ResidualStream.unpacked(self.stream[:num_tokens], self._hidden_size, self._backend)
 
-    def capture_next(self) -> bool:
-        """See `Device.capture_next`."""
-        return self.graphs.capture_next()
-
     def replay_idle(self) -> bool:
         """See `Device.replay_idle`."""
         if not self.graphs.idle.graphs:

@@ -128,11 +128,13 @@ class CacheDtype:
         dtype: of keys and values.
         text: its name in the start-up table.
         is_calibrated: whether it is float8 and its scales are measured at the start.
+        is_checked: whether a model that it harms is refused.
     """
 
     dtype: torch.dtype
     text: str
     is_calibrated: bool = False
+    is_checked: bool = False
 
 
 def select_cache_dtype(
@@ -153,7 +155,7 @@ def select_cache_dtype(
     if wanted == "auto":
         found = read_config(folder, config.model.hf_overrides)
         wanted = "fp8" if has_float8_cache(found) else "model"
-    if wanted != "fp8":
+    if not wanted.startswith("fp8"):
         return CacheDtype(dtype, str(dtype).removeprefix("torch."))
     kinds = {type(spec) for specs in model.kv_specs for spec in specs}
     if AttentionSpec not in kinds or LatentSpec in kinds:
@@ -168,4 +170,9 @@ def select_cache_dtype(
         for spec in model.kv_specs[model.layer_numbers.start + number]:
             if isinstance(spec, AttentionSpec):
                 layer.allow_key_shifts(spec.head_size)
-    return CacheDtype(FLOAT8, "float8 (e4m3; scales: calibrated)", is_calibrated=True)
+    return CacheDtype(
+        FLOAT8,
+        "float8 (e4m3; scales: calibrated)",
+        is_calibrated=True,
+        is_checked=is_stored and config.cache.dtype == "fp8",
+    )

@@ -166,6 +166,26 @@ class DummySteps:
         self.runner.step(self._admit([count], [admission])).wait()
         self.runner.slots.reset()
 
+    @torch.inference_mode()
+    def score_prompt(self, tokens: I32) -> torch.Tensor:
+        """Computes one prompt, of a model on one rank, and forgets the request. Returns the
+        log-probabilities of the token behind each of its tokens, float32 [T, V] on the host."""
+        runner, count = self.runner, len(tokens)
+        model, device = runner.model, runner.device
+        plan = self._admit([count], [Admission(0, tokens, count, SamplingParams(), 0, ())])
+        runner.works.begin(plan)
+        device.begin(plan)
+        device.apply(plan, None)
+        step = device.prepare(plan, every_token=True)
+        hidden = runner.compute(step, every_token=True)
+        numbers = torch.arange(count, device=hidden.device)
+        logits = model.logits_of(hidden, numbers).float()
+        _, _, arrived = device.fetch(0, [])
+        if arrived is not None:
+            arrived.synchronize()
+        runner.slots.reset()
+        return logits.log_softmax(-1).cpu()
+
     def largest_plan(self, lengths: list[int]) -> StepPlan:
         """Returns the plan that computes prompts of these lengths, of requests that use all of the
         sampler (float32 logits, counts of tokens) and of the features. They have `fewest_blocks` KV

@@ -22,7 +22,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
-from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
@@ -30,6 +30,7 @@ from aioinfer.layers.transfers import Offload, Transfers
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
+from aioinfer.worker.cache_check import check_loss, expected_loss, text_tokens
 from aioinfer.worker.called_worker import CalledWorker
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
@@ -56,7 +57,7 @@ from aioinfer.worker.selection import (
     set_up_device,
 )
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS
+from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS, StepGraphs
 from aioinfer.worker.warm_up import (
     CompilationWatch,
     DummySteps,
@@ -171,6 +172,9 @@ class Worker(CalledWorker):
         self.graph_bytes = 0
         self.step_times: list[tuple[int, float, bool]] = []
         self._fewest_blocks = 1
+        self._graphs: StepGraphs | None = None  # on a GPU, once it has warmed up
+        # the tokens of the check of a cache in float8, and what they give without rounding
+        self._unrounded: tuple[I32, torch.Tensor] | None = None
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
         self.compilers: Compilers | None = None
@@ -217,6 +221,7 @@ class Worker(CalledWorker):
         self._load_weights(dtype, min(served_len, model_config.max_len), on_progress)
         cache = select_cache_dtype(config, self._folder, self.model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
+        self._is_checked = cache.is_checked and self._backend.computes_alone
         peers.connect_experts(self.model)
         looks_ahead = peers.agree(self.model.looks_ahead(self.block_size))
         self._max_lookahead = config.max_lookahead if looks_ahead else 0
@@ -364,6 +369,8 @@ class Worker(CalledWorker):
             ConfigError: memory is too short.
         """
         self._fewest_blocks = min(num_blocks, default=NO_LIMIT)
+        if self._is_checked:
+            self._score_unrounded(max_model_len)
         remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
         with report_shortage("the KV cache and the slots", remedy):
             self.runner = self._make_runner(
@@ -385,6 +392,7 @@ class Worker(CalledWorker):
             keep_freed_memory()
             steps.run_all()
             self._calibrate()
+            self._check_cache()
         else:
             self._warm_up_kernels(steps, leaves_graphs=leaves_graphs)
         if self.compilers is not None:
@@ -398,11 +406,11 @@ class Worker(CalledWorker):
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Captures a CUDA graph that `warm_up` has left, if there is one; returns whether there
-        was. A rank that sleeps takes no memory for it."""
-        if self.memory is not None and self.memory.asleep:
+        """Captures a CUDA graph that `warm_up` has left, if there is one, while no step is being
+        prepared; returns whether there was. A rank that sleeps takes no memory for it."""
+        if self._graphs is None or (self.memory is not None and self.memory.asleep):
             return False
-        return self.runner.device.capture_next()
+        return self._graphs.capture_next()
 
     # ---------------------------------------------------------------- parts of the start
 
@@ -416,6 +424,7 @@ class Worker(CalledWorker):
                 self.timed_choices = timing.run()
                 device.kv.zero(1)  # the timed layers have written there
             self._calibrate()
+            self._check_cache()
             if self._config.parallel.cuda_graphs and self.model.supports_graphs:
                 backend, offloads = self._backend, self._config.model.offload_gb > 0
                 alone = backend.computes_alone and backend.extension is None and not offloads
@@ -424,7 +433,7 @@ class Worker(CalledWorker):
                     self.step_times = bodies.time_decodes()
                     device.kv.zero(1)  # the timed steps have written there
             torch.backends.cuda.preferred_blas_library("cublas")
-        self.graph_bytes = device.graphs.nbytes
+        self._graphs, self.graph_bytes = device.graphs, device.graphs.nbytes
 
     def _compile(
         self, steps: DummySteps, largest: StepPlan | None = None
@@ -483,6 +492,33 @@ class Worker(CalledWorker):
             lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
         runner.device.kv.zero(-(-count // size))
+
+    def _score_unrounded(self, max_model_len: int) -> None:
+        """Begins the check of a cache in float8: computes a text with one in the dtype of the
+        arithmetic, before the real one takes the memory. See `cache_check`."""
+        budget = self._config.scheduler.max_num_batched_tokens
+        most = min(budget, max_model_len - 1, self.block_size * self._fewest_blocks)
+        tokens = text_tokens(self._folder, self.vocab_size, most)
+        if tokens is None or not self.model.scores_tokens:
+            return
+        rounded, self._cache_dtype = self._cache_dtype, self._backend.dtype
+        count = -(-len(tokens) // self.block_size)
+        blocks = [1 if group.keeps_source else count for group in self._groups]
+        steps = self._dummy_steps(self._make_runner(blocks, 1, len(tokens) + 1), count)
+        self._cache_dtype = rounded
+        if self.device.type != "cpu":
+            with compile_only(self.compilers):
+                steps.score_prompt(tokens)
+        self._unrounded = tokens, steps.score_prompt(tokens)
+
+    def _check_cache(self) -> None:
+        """Ends the check of a cache in float8. Raises `ConfigError` if it harms the model."""
+        if self._unrounded is None:
+            return
+        (tokens, plain), self._unrounded = self._unrounded, None
+        found = self._dummy_steps(self.runner).score_prompt(tokens)
+        self.runner.device.kv.zero(-(-len(tokens) // self.block_size))
+        check_loss(expected_loss(plain, found))
 
     def _dummy_steps(self, runner: ModelRunner, fewest_blocks: int | None = None) -> DummySteps:
         fewest = fewest_blocks or self._fewest_blocks
