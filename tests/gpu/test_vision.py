@@ -3,7 +3,6 @@ together, and decodes are replayed from graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,16 @@ import torch
 from engine_settings import inline_llm, worker_of
 
 from aioinfer import SamplingParams
-from aioinfer.config import MediaConfig
+from aioinfer.config import MediaConfig, ModelConfig
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.vision.registry import read_vision
+from aioinfer.models.vision.tower import Tower
 from aioinfer.worker.gpu_device import GpuDevice
 from tests.vision_models import (
     MODELS,
     SOUND_MODELS,
+    clip_of,
     conversation,
     picture,
     reference_output,
@@ -36,19 +40,6 @@ TURNS: list[tuple[Any, ...]] = [
 WITH_KERNELS = ("qwen3_vl", "gemma3", "mistral3", "smolvlm", "voxtral")
 
 
-def without_waiting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a call that fails where the host would wait for the GPU."""
-
-    def checked(*arguments: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return call(*arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return checked
-
-
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [*((name, False) for name in MODELS), *((name, True) for name in WITH_KERNELS)],
@@ -64,7 +55,6 @@ def test_texts_are_transformers_s(
     ) as llm:  # fmt: skip
         said = [conversation(*parts, hears=name in SOUND_MODELS) for parts in TURNS]
         tower = worker_of(llm).runner.model.tower
-        monkeypatch.setattr(tower, "encode", without_waiting(tower.encode))
         outputs, again = llm.chat(said, PARAMS), llm.chat(said, PARAMS)
         device = worker_of(llm).runner.device
         assert isinstance(device, GpuDevice)
@@ -80,25 +70,37 @@ def test_texts_are_transformers_s(
         assert cached.token_ids == expected.tokens
 
 
-def test_towers_in_bfloat16_are_near_float32(tmp_path: Path) -> None:
-    from aioinfer.config import ModelConfig
-    from aioinfer.layers.backend import Backend
-    from aioinfer.layers.parallel import ParallelGroup
-    from aioinfer.models.vision.registry import read_vision
-
-    model = save_model("qwen3_vl", tmp_path)
-    vision = read_vision(tmp_path, ModelConfig(path=""), MediaConfig())
+def make_tower(name: str, folder: Path, dtype: torch.dtype) -> tuple[Tower, list[Any]]:
+    """Returns a tower on the GPU, and what it takes of a picture or clip."""
+    model = save_model(name, folder)
+    vision = read_vision(folder, ModelConfig(path=""), MediaConfig())
     assert vision is not None
-    pictures = [vision.format.process(each) for each in (WIDE, HIGH, HIGH)]
-    tensors = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
+    processed = vision.format.process(clip_of(WIDE) if name in SOUND_MODELS else WIDE)
+    tensors = {key.removeprefix("model."): value for key, value in model.state_dict().items()}
+    tower = vision.tower(Backend.of(torch.device("cuda"), dtype, ParallelGroup.single()), 64)
+    for key, shard in tower.weight_shards():
+        if key in tensors:
+            shard.destination.copy_(tensors[key])
+    pixels = torch.from_numpy(processed.pixels.copy()).cuda()
+    return tower, [[pixels, pixels], [processed.grid, processed.grid]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tower_does_not_wait_for_the_gpu(name: str, tmp_path: Path) -> None:
+    tower, given = make_tower(name, tmp_path, torch.bfloat16)
+    expected = tower.encode(*given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = tower.encode(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.equal(expected)
+
+
+def test_towers_in_bfloat16_are_near_float32(tmp_path: Path) -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        device = torch.device("cuda")
-        backend = Backend.of(device, dtype, ParallelGroup.single())
-        tower = vision.tower(backend, 64)
-        for name, shard in tower.weight_shards():
-            shard.destination.copy_(tensors[name])
-        pixels = [torch.from_numpy(each.pixels.copy()).to(device) for each in pictures]
-        found.append(tower.encode(pixels, [each.grid for each in pictures]).float())
+        tower, given = make_tower("qwen3_vl", tmp_path, dtype)
+        found.append(tower.encode(*given).float())
     exact, near = found
     assert torch.nn.functional.cosine_similarity(exact, near, dim=1).min() > 0.99
