@@ -170,16 +170,6 @@ def test_two_sections_have_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Section._kinds[FreedSlots.kind] is FreedSlots
 
 
-@pytest.mark.parametrize("step_id", [2**31 - 1, 2**31, 2**40])
-def test_steps_are_counted_past_2_to_the_31(step_id: int) -> None:
-    """At 0.8 ms a step that is after 20 days."""
-    nothing = [ids([])] * 9
-    assert StepPlan.decode(b"".join(StepPlan(step_id, *nothing).encode())).step_id == step_id
-    result = StepResult(step_id, ids([1]), busy_ns=2**62)
-    decoded = StepResult.decode(b"".join(result.encode()))
-    assert (decoded.step_id, decoded.busy_ns) == (step_id, 2**62)
-
-
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_the_longest_admission_fits_the_ring_twice(block_size: int) -> None:
     """A request of the greatest length, with all that it may bring, whose block table grows whole,
