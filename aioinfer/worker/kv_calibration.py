@@ -38,6 +38,9 @@ from aioinfer.layers.rotary import RotaryTable, apply_rope
 CALIBRATION_TOKENS = 128
 #: How much larger than the largest key or value of the prompt others may be.
 MARGIN = 4.0
+#: Positions over which the mean of keys is taken, at most: over more of them, channels that turn
+#: slowly have none either, and short texts lose (notes/fp8-kv.md).
+_MEAN_POSITIONS = 2048
 #: Times that the prompt is computed for the first token's key, which is known to 2 ** -4 of itself
 #: before, and to 2 ** -12 afterwards.
 _FIRST_KEY_PASSES = 2
@@ -85,7 +88,7 @@ def calibrate(
         if layers[layer].key_shifts is not None
     ]
     if num_tokens > 1 and _any_rank(bool(shifted), world, kv[0].device):
-        means = [keys.mean(max_len) for keys in shifted]
+        means = [keys.mean(min(max_len, _MEAN_POSITIONS)) for keys in shifted]
         for _ in range(_FIRST_KEY_PASSES):
             for keys in shifted:
                 keys.shift_to_first()
