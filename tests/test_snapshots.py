@@ -239,6 +239,24 @@ def test_a_superseded_snapshot_is_dropped_unless_it_is_used_or_elsewhere() -> No
 
 
 @pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("steps", [0, 12])
+def test_the_end_of_a_prompt_stays_though_another_request_goes_on_from_there(
+    groups: tuple[KVGroup, ...], steps: int
+) -> None:
+    """Whether the prompts are computed together, or one begins with the other's last state."""
+    harness = make_harness(groups, block_size=1, token_budget=2, prefill_cap=2)
+    first = make_request("first", SHARED[:10], 20)
+    harness.add(first)
+    for _ in range(steps):
+        harness.step()
+    second = make_request("second", [*first.tokens, 55], 1)
+    harness.add(second)
+    harness.end(first, second)
+    again = make_request("again", [*second.tokens[:-2], 99], 1)
+    assert run(harness, again) == [second.prompt_len - 1]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
 def test_decodes_go_on_without_preemption_while_no_block_of_a_state_is_free(
     groups: tuple[KVGroup, ...],
 ) -> None:

@@ -18,8 +18,9 @@ one that was seen before (`SeenPrefixes`) or that waits: behind a system prompt,
 conversation whose last answer was changed. A request also makes one at each boundary that its
 output passes, without a copy, and the next one supersedes it. So when it ends, or is preempted, the
 last one stays: the next turn of the conversation begins there. Every snapshot but the wanted ones
-is forgotten when the request leaves the next one behind. While no block is free, a request that
-begins a block writes over the state before it, and keeps no snapshot.
+is forgotten when the request leaves the next one behind, unless another request wants it or has
+ended with it. While no block is free, a request that begins a block writes over the state before
+it, and keeps no snapshot.
 
 Which snapshot is evicted. The one that saves least, by the rule of GreedyDual (Young 1994): a
 snapshot's value is the number of tokens that it saves computing, behind the snapshot before it (see
@@ -61,6 +62,7 @@ class SnapshotPool(BlockPool):
         self._saved = [0] * num_blocks  # tokens
         self._value = [0.0] * num_blocks
         self._shares = [0] * num_blocks  # how often a request has begun with the state
+        self._stays = [False] * num_blocks  # whether a request has left it that wants it kept
         self._floor = 0.0
         self._most_saved = 1
         # (value, order of release, block) of free cached blocks; entries may be out of date
@@ -139,21 +141,24 @@ class SnapshotPool(BlockPool):
         """Makes a state known by the hash of its block, as `commit` does; a hit with it saves
         computing `saved` more tokens than the snapshot before it does."""
         self.commit(block, block_hash)
-        self._saved[block], self._shares[block] = saved, 0
+        self._saved[block], self._shares[block], self._stays[block] = saved, 0, False
         self._most_saved = max(self._most_saved, saved)
 
     def _offer(self, block: int) -> None:
         """See `BlockPool._offer`: not before it is clear that no later snapshot supersedes it."""
 
     def save(self, block_hash: bytes) -> None:
-        """Has the snapshot with a hash, if there is one, saved in the store."""
+        """Has the snapshot with a hash, if there is one, saved in the store, and no longer dropped
+        by a request that supersedes it: another request may have left it behind as well."""
         if (block := self._cached.get(block_hash)) is not None:
+            self._stays[block] = True
             super()._offer(block)
 
     def drop(self, block_hash: bytes, block: int) -> None:
-        """Takes a snapshot out of the prefix index, if it is still in this block and nothing uses
-        it."""
-        if self._cached.get(block_hash) == block and not self._references[block]:
+        """Takes a snapshot out of the prefix index, if it is still in this block, nothing uses it,
+        and no request had it saved."""
+        is_there = self._cached.get(block_hash) == block
+        if is_there and not self._references[block] and not self._stays[block]:
             self._forget(block)
 
     def take_back(self, block: int) -> None:
