@@ -112,7 +112,7 @@ class Tags(StepFeature):
         return min(wanted, use.most)
 
     def fit(self, use, tokens, start, more, rows):
-        return tokens, use.extra if start == 0 < tokens else 0
+        return tokens, use.extra if start == 0 else 0
 
     def plan(self, rows):
         self.calls["plan"] += 1
@@ -324,6 +324,7 @@ def test_what_features_compute_counts_as_prefill() -> None:
         assert [request.num_computed for request in requests] == computed
         harness.update()
     harness.end(*requests)
+    assert harness.scheduler.features.fit(requests[0], 0, 0, 9, {}) == (0, 0), "no token, no work"
 
 
 def test_bytes_of_results_are_bounded() -> None:

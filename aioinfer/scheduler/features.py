@@ -284,7 +284,7 @@ class StepFeatures:
             feature, of_feature = self._by_name[use.feature], rows.get(use.feature, ())
             tokens, beside = feature.fit(use, tokens, start, more, of_feature)
             extra += beside
-        return tokens, extra
+        return tokens, extra if tokens else 0
 
     def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:
         """Returns the sections of the plan with `rows`, which will be posted; see
