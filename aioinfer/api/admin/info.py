@@ -68,7 +68,7 @@ class ModelStatus(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """A name under which a model is served; `status` where several models take turns; the type, the
+    """A name under which a model is served; `status` where there are several models; the type, the
     name to be shown and the time for Anthropic's clients."""
 
     id: str

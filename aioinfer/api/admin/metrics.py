@@ -218,7 +218,7 @@ _OF_LOOP = (
         "Lateness of a timer on the event loop."),
 )
 
-#: Of several models that take turns: the source is the `Frontend`.
+#: Of several models: the source is the `Frontend`.
 _OF_TURNS = (
     Row("aioinfer:model_awake", _GAUGE, lambda f: float(not f.control.sleep_level),
         "1 while the model has the devices, 0 while it sleeps."),

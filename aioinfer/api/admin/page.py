@@ -155,7 +155,7 @@ class LiveState(Struct, kw_only=True):
     """The state of an engine.
 
     Attributes:
-        model: the name of its model, where several models take turns.
+        model: the name of its model, where there are several models.
         asleep: true while that sleeps.
         dead: why the engine is dead, if it is.
         restart: `[attempt, attempts]` while the workers are restarted.
