@@ -9,15 +9,15 @@ const RECONNECT_MS = 2000;
 export class Live {
   #onState;
   #onTurn;
-  #awake; // the model that is awake, where several take turns
+  #awake = ""; // the models that are awake, where there are several
   #panels = [];
   #stream = null; // the AbortController of the stream that is open
   #timer = 0;
   #started = false;
 
   /**
-   * `onState(state)` hears "wait", "live", "restart" or "lost"; `onTurn()` that another model has
-   * woken up.
+   * `onState(state)` hears "wait", "live", "restart" or "lost"; `onTurn()` that a model has
+   * fallen asleep or woken up.
    */
   constructor(onState, onTurn) {
     this.#onState = onState;
@@ -67,7 +67,7 @@ export class Live {
       this.#panels.push(new EnginePanel(engines[this.#panels.length].model ?? name));
     }
     engines.forEach((engine, index) => this.#panels[index].take(engine, time));
-    const awake = engines.find(({ model, asleep }) => model && !asleep)?.model ?? this.#awake;
+    const awake = engines.map(({ model, asleep }) => (asleep ? null : model)).filter(Boolean).join();
     if (awake !== this.#awake) this.#onTurn();
     this.#awake = awake;
     const serves = engines.some((engine) => !engine.dead && !engine.restart);

@@ -46,26 +46,30 @@ async def test_the_page_waits_for_a_server_that_starts(browser: Page) -> None:
 
 
 async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
-    first, second = [
-        await make_frontend(4, 0.005, {"server.served_model_names": [name]})
-        for name in ("first", "second")
+    """Of two that take turns beside one that is always awake."""
+    apart, first, second = [
+        await make_frontend(
+            4, 0.005, {"server.served_model_names": [name], "parallel.first_gpu": gpu}
+        )
+        for name, gpu in (("apart", 1), ("first", 0), ("second", 0))
     ]
     await second.control.sleep()
-    models, server = ModelGroup([first, second]), HttpServer(first.config)
-    models.turns[0].min_stay_s = 0.0
+    models, server = ModelGroup([apart, first, second]), HttpServer(apart.config)
+    models.turns[1].min_stay_s = 0.0
     names = "$$('#model option').map((one) => one.textContent).join()"
     panels = "$$('#engine h2').map((one) => one.textContent).join()"
     try:
         url = await server.start()
         await server.serve(models)
         await browser.open(url)
-        await browser.until(f"{names} === 'first,second (asleep)' && {panels} === 'first,second'")
+        await browser.until(f"{names} === 'apart,first,second (asleep)'")
+        await browser.until(f"{panels} === 'apart,first,second'")
         await browser.run(
             "$('#model').value = 'second';$('#model').dispatchEvent(new Event('change'))"
         )
         await say(browser, "Hello")
-        await browser.until(f"{names} === 'first (asleep),second'")
-        assert models.awake == [second]
+        await browser.until(f"{names} === 'apart,first (asleep),second'")
+        assert models.awake == [apart, second]
     finally:
         await browser.open("about:blank")
         await server.close()
