@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from aioinfer.engine.frontend import Frontend
@@ -60,9 +60,6 @@ class ModelTurns:
         self.task: asyncio.Task[None] | None = None
         if len(self._frontends) > 1:
             self._take_turns()
-
-    def __iter__(self) -> Iterator[Frontend]:
-        return iter(self._frontends)
 
     def _take_turns(self) -> None:
         for each, turn in zip(self._frontends, self._turns, strict=True):
