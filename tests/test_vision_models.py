@@ -238,9 +238,10 @@ def test_two_ranks(saved: Saved) -> None:
 
 @ONE
 def test_two_stages(saved: Saved) -> None:
-    """Parts of pictures, of which the first stage alone has the embeddings."""
+    """Parts of pictures, of which the first stage alone has the embeddings, in steps of fewer
+    tokens than two dummy prompts would have."""
     settings = {"parallel.executor": "multiprocess", "parallel.pipeline_parallel_size": 2}
-    with opened(saved, **settings, **budget(saved, 24)) as llm:
+    with opened(saved, **settings, **budget(saved, 12)) as llm:
         check(saved, TURNS, chat(llm, TURNS))
 
 

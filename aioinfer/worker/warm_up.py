@@ -118,6 +118,7 @@ class DummySteps:
         vocab_size: of the model's logits.
         fewest_blocks: KV blocks of the group that has the fewest, on all ranks: every stage of a
             pipeline has to execute the same plans.
+        max_tokens: of a step.
     """
 
     runner: ModelRunner
@@ -125,13 +126,14 @@ class DummySteps:
     block_size: int
     vocab_size: int
     fewest_blocks: int
+    max_tokens: int
 
     def run_all(self) -> None:
         """Executes prefill steps and a decode step in which requests use all of the sampler, one of
         them with all features, and forgets them."""
         runner, slots = self.runner, self.runner.slots
-        rows = min(2, len(slots.tokens), self.fewest_blocks)
-        prompt_len = self._short_prompt()
+        rows = min(2, len(slots.tokens), self.fewest_blocks, self.max_tokens)
+        prompt_len = self._short_prompt(rows)
         greedy = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
         admissions = [greedy, dummy_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
         lengths = [prompt_len] * rows
@@ -208,10 +210,11 @@ class DummySteps:
             sections.append(LookaheadRows(none, none + 1, none + self.runner.slots.max_model_len))
         return sections
 
-    def _short_prompt(self) -> int:
+    def _short_prompt(self, rows: int) -> int:
         """Returns a number of tokens after which a decode step needs no further KV block, unless
-        blocks have one token."""
-        return max(1, min(8, self.block_size - 1, self.runner.slots.max_model_len - 1))
+        blocks have one token, and which a step has for each of `rows` rows."""
+        longest = min(self.block_size - 1, self.runner.slots.max_model_len - 1)
+        return max(1, min(8, longest, self.max_tokens // rows))
 
     def _admit(
         self,

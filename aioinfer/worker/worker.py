@@ -522,7 +522,10 @@ class Worker(CalledWorker):
 
     def _dummy_steps(self, runner: ModelRunner, fewest_blocks: int | None = None) -> DummySteps:
         fewest = fewest_blocks or self._fewest_blocks
-        return DummySteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
+        return DummySteps(
+            runner, len(self._groups), self.block_size, self.vocab_size, fewest,
+            self._config.max_step_tokens,
+        )  # fmt: skip
 
     def _make_runner(
         self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int,

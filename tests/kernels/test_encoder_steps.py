@@ -69,7 +69,7 @@ def test_a_step(family: str, tmp_path: Path) -> None:
     for kernels in (True, False):
         runner = make_runner(tmp_path, kernels=kernels)
         vocab_size = model.config.vocab_size
-        DummySteps(runner, 0, BLOCK_SIZE, vocab_size, 9).run_all()
+        DummySteps(runner, 0, BLOCK_SIZE, vocab_size, 9, 16).run_all()
         results.append(runner.step(plan_of(vocab_size)).wait())
     for result in results:
         assert result.tokens.tolist() == [0] * 4

@@ -655,7 +655,7 @@ def test_dummy_steps_call_every_feature_and_leave_no_trace(
         accept(*given, **named)
 
     monkeypatch.setattr(lookahead, "accept_tokens", accept_tokens)
-    DummySteps(runner, 1, BLOCK_SIZE, VOCAB, 4).run_all()
+    DummySteps(runner, 1, BLOCK_SIZE, VOCAB, 4, 16).run_all()
     assert of_late_rows == {False, True}  # each is a specialization of its kernel
     assert {call.removeprefix("aioinfer.features.") for call in seen} >= {
         "masks.worker late_logits", "logprobs.worker read_tokens",
