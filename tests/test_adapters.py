@@ -44,6 +44,7 @@ from tests.encoder_models import tiny_encoder
 from tests.source_models import save_model
 from tests.test_multiprocess import workers
 from tests.tiny_models import tiny_model
+from tests.worker_extension import num_unreported_adapters
 
 OUTPUT = 10
 SETTINGS: dict[str, Any] = {
@@ -248,6 +249,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def test_ranks_have_their_parts_of_adapters(llama: Adapted, settings: dict[str, Any]) -> None:
     with llama.llm(**settings, **{"parallel.executor": "multiprocess"}) as llm:
         llama.check(llm, NAMES)
+        # what has not been reported is never forgotten
+        assert llm.collective_rpc(num_unreported_adapters) == [0, 0]
 
 
 def test_drafts_do_not_change_the_text_of_adapters(llama: Adapted) -> None:
@@ -652,6 +655,10 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         (tmp_path / "0" / "adapter_model.safetensors").rename(tmp_path / "0" / "adapter_model.bin")
         with pytest.raises(ConfigError, match=r"adapter_model\.bin may run code"):
             llm.load_adapter("wrong", str(tmp_path / "0"))
+        (tmp_path / "1" / "adapter_model.bin").write_bytes(b"beside what is read")
+        (tmp_path / "1" / "adapter_config.json").unlink()
+        with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
+            llm.load_adapter("wrong", str(tmp_path / "1"))
         llama.check(llm, NAMES)
     with pytest.raises(ConfigError, match=r"has rank 64, and the server's lora\.max_rank is 16"):
         llama.llm(**{"lora.max_rank": 16}).close()

@@ -52,3 +52,10 @@ def rank_of(worker: Any, offset: int) -> int:
 def identity_of(worker: Any) -> str:
     """Returns what KV blocks of a worker are known by."""
     return str(worker._identify_kv().hex())
+
+
+def num_unreported_adapters(worker: Any) -> int:
+    """Returns how many adapters have begun to be read of which the end has not been reported."""
+    from aioinfer.features.adapters.worker import Work
+
+    return sum(len(each.host._unreported) for each in worker.runner.works.all if type(each) is Work)

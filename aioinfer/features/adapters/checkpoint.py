@@ -319,7 +319,7 @@ def open_adapter(folder: Path) -> Iterator[OpenAdapter]:
         with path.open("rb") as file:
             yield OpenAdapter(folder, config, file)
     except OSError as error:
-        if not path.exists() and (other := path.with_name(_OTHER)).exists():
+        if not (folder / WEIGHTS).exists() and (other := folder / _OTHER).exists():
             raise ConfigError(f"{other} may run code: save the adapter as {WEIGHTS}") from error
         raise ConfigError(f"{path} cannot be read: {error}") from error
 

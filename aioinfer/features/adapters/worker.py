@@ -197,6 +197,7 @@ class Work(WorkerFeature):
         self._copies = torch.cuda.Stream(rank.device) if rank.device.type == "cuda" else None
         self._entering: list[torch.cuda.Event] = []
         self._serves = False
+        self._reports = rank.links is None or rank.links.is_last
 
     @classmethod
     def extend_layers(cls, config: Config, backend: Backend) -> AdapterSlots | None:
@@ -215,6 +216,8 @@ class Work(WorkerFeature):
         for entered in self._entering:  # with an earlier plan
             torch.cuda.current_stream().wait_event(entered)
         self._entering = []
+        if not self._reports:
+            self.host.report()  # what has not been reported is never forgotten
         changes, adapters = plan.section(AdapterChanges), self._adapters
         admitted = plan.admissions.records["slot"]
         before = self._of_slots[admitted]
