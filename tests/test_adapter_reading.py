@@ -28,6 +28,7 @@ ORDERS = {
     "none": None,
     "runs": HALVES.view(2, -1, 8).transpose(0, 1).flatten(),
     "turns": HALVES.view(2, -1).t().flatten(),
+    "backwards": HALVES.view(-1, 8).flip(0).flatten(),
     "random": torch.randperm(OUT, generator=torch.Generator().manual_seed(1)),
 }
 

@@ -179,8 +179,8 @@ def _runs_of(places: torch.Tensor) -> tuple[int, int, int, int] | None:
     starts = places[::length]
     distance = int(starts[-1] - starts[0]) // max(1, len(starts) - 1)
     regular = starts[0] + torch.arange(len(starts))[:, None] * distance + torch.arange(length)
-    if not torch.equal(regular.flatten(), places):
-        return None
+    if distance < 0 or not torch.equal(regular.flatten(), places):
+        return None  # a view has no negative strides
     return int(starts[0]), len(starts), length, distance
 
 
