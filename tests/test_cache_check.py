@@ -29,6 +29,7 @@ def test_the_loss_is_the_divergence_of_distributions() -> None:
     rounded = torch.tensor([[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]).log()
     assert expected_loss(plain, plain) == 0.0
     assert expected_loss(plain, rounded) == pytest.approx(math.exp(0.25 * math.log(2)) - 1)
+    assert expected_loss(plain, plain - 1e4) == math.inf
 
 
 @pytest.mark.parametrize(("loss", "is_refused"), [(0.005, False), (0.03, True), (math.nan, True)])

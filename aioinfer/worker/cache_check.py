@@ -14,7 +14,6 @@ where the checkpoint says how its cache is to be stored, with random weights, wi
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from pydoc_data import topics
 
@@ -34,9 +33,9 @@ CHECKED_TOKENS = 128
 _log = logging.getLogger(__name__)
 
 
-def text_tokens(folder: Path, vocab_size: int, most: int) -> I32 | None:
-    """Returns the first tokens of the text, English and Python, at most `most`; None where the
-    model's folder has no `tokenizer.json` that can be used."""
+def text_tokens(folder: Path, vocab_size: int, max_tokens: int) -> I32 | None:
+    """Returns the first tokens of the text, English and Python, at most `max_tokens`; None where
+    the model's folder has no `tokenizer.json` that can be used."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -47,7 +46,7 @@ def text_tokens(folder: Path, vocab_size: int, most: int) -> I32 | None:
     except Exception as error:  # tokenizers raises bare exceptions
         _log.warning("the KV cache in float8 is not checked: %s cannot be read: %s", file, error)
         return None
-    tokens = np.array(found[: min(most, CHECKED_TOKENS)], np.int32)
+    tokens = np.array(found[: min(max_tokens, CHECKED_TOKENS)], np.int32)
     return tokens if len(tokens) and tokens.max() < vocab_size else None
 
 
@@ -55,7 +54,7 @@ def expected_loss(plain: torch.Tensor, rounded: torch.Tensor) -> float:
     """Returns the part by which the perplexity is expected to grow, from log-probabilities float32
     [T, V] without rounding and with it."""
     terms = torch.where(plain.isfinite(), plain.exp() * (plain - rounded), 0.0)
-    return math.expm1(float(terms.sum(-1, dtype=torch.float64).mean()))
+    return float(terms.sum(-1, dtype=torch.float64).mean().expm1())
 
 
 def check_loss(loss: float) -> None:
