@@ -39,8 +39,8 @@ def rotate_heads(x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tens
     Raises:
         ValueError: the shapes do not go together.
     """
-    tokens, most, size = x.shape
-    if heads > most or size % 2 or cos.shape != (tokens, 1, size) or sin.shape != cos.shape:
+    tokens, max_heads, size = x.shape
+    if heads > max_heads or size % 2 or cos.shape != (tokens, 1, size) or sin.shape != cos.shape:
         raise ValueError(f"x is {tuple(x.shape)}, with {heads} heads, and cos {tuple(cos.shape)}")
     if tokens:
         _rotate_kernel[(tokens,)](

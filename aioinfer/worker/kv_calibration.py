@@ -38,8 +38,8 @@ from aioinfer.layers.rotary import RotaryTable, apply_rope
 CALIBRATION_TOKENS = 128
 #: How much larger than the largest key or value of the prompt others may be.
 MARGIN = 4.0
-#: Positions over which the mean of keys is taken, at most: over more of them, channels that turn
-#: slowly have none either, and short texts lose (notes/fp8-kv.md).
+#: Positions over which the mean of keys is taken, at most: over more of them, the mean of channels
+#: that rotate slowly vanishes, too, and short texts lose (notes/fp8-kv.md).
 _MEAN_POSITIONS = 2048
 #: Times that the prompt is computed for the first token's key, which is known to 2 ** -4 of itself
 #: before, and to 2 ** -12 afterwards.

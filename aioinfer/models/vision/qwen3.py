@@ -60,14 +60,14 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         projected = self.qkv(x).unflatten(1, (3 * self._num_heads, -1))
-        turned, v = projected.split((2 * self._num_heads, self._num_heads), dim=1)
+        q_and_k, v = projected.split((2 * self._num_heads, self._num_heads), dim=1)
         if places.has_kernels:
             from aioinfer.kernels.rotation import rotate_heads
 
             rotate_heads(projected, 2 * self._num_heads, places.cos, places.sin)
         else:
-            turned = rotated(turned, places.cos, places.sin)
-        q, k = turned.chunk(2, dim=1)
+            q_and_k = rotated(q_and_k, places.cos, places.sin)
+        q, k = q_and_k.chunk(2, dim=1)
         return self.proj(places.lengths.attend(q, k, v, self._scale))
 
 
