@@ -160,3 +160,6 @@ def test_files_that_have_changed_or_end_are_refused(tmp_path: Path) -> None:
         file.write_bytes(len(header).to_bytes(8, "little") + header + content[length:])
         with pytest.raises(ConfigError, match=r"cannot be read|for the shape \(4, 25\)"):
             digest_adapter(folder)
+    file.write_bytes((2**40).to_bytes(8, "little") + content[8:])
+    with pytest.raises(ConfigError, match="its header has 1099511627776 bytes"):
+        digest_adapter(folder)

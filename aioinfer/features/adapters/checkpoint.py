@@ -34,7 +34,9 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _DTYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+#: A longer header takes many seconds of Python's lock, for which streams wait; experts of the
+#: largest models have some 100 000 matrices of 150 bytes each.
+_MAX_HEADER_BYTES = 32 << 20
 #: Numbers that are read at once, unless a matrix has more: they stay in the caches of a core.
 _RUN_BYTES = 16 << 20
 #: Of each matrix so many bytes are compared at its beginning, and at equal distances: training that
@@ -232,12 +234,18 @@ class OpenAdapter:
     Attributes:
         folder: the same.
         head: all that the files say beside numbers: adapters with one head have one layout.
+
+    Raises:
+        ConfigError: the header is too long.
     """
 
     def __init__(self, folder: Path, config: bytes, file: BinaryIO):
         self.folder, self._config, self._file = folder, config, file
         length = int.from_bytes(file.read(8), "little")
-        self._header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+        if length > _MAX_HEADER_BYTES:
+            path = folder / WEIGHTS
+            raise ConfigError(f"{path} cannot be read: its header has {length} bytes")
+        self._header = file.read(length)
         self._start = 8 + length
         self.head = config + b"\0" + self._header
 
