@@ -88,7 +88,11 @@ def expected(folder: Path) -> Iterator[dict[str, list[Output]]]:
         {"scheduler__max_num_batched_tokens": 9},
         {"cache__num_blocks": 40},
         {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2},
-        {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+        {
+            "parallel__executor": "multiprocess",
+            "parallel__pipeline_parallel_size": 2,
+            "speculation__method": "ngram",
+        },
     ],
     ids=str,
 )
