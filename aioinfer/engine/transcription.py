@@ -38,7 +38,7 @@ _MAX_HELD_S = 4 * 3600
 #: Timestamps a second.
 _TIMES = 50
 #: What is shorter than these seconds, or of smaller samples (-60 dB), has no word in it.
-_LEAST_S, _FAINT = 0.1, 1e-3
+_MIN_WORD_S, _FAINT = 0.1, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class Transcriber:
     def is_faint(self, recording: Recording, part: int) -> bool:
         """Whether a part is too short or too quiet for a word."""
         samples = recording.parts[part].values
-        return len(samples) < _LEAST_S * self.format.rate or bool(np.abs(samples).max() < _FAINT)
+        return len(samples) < _MIN_WORD_S * self.format.rate or bool(np.abs(samples).max() < _FAINT)
 
     def presence(
         self, recording: Recording, parts: Sequence[int]

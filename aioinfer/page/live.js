@@ -67,7 +67,8 @@ export class Live {
       this.#panels.push(new EnginePanel(engines[this.#panels.length].model ?? name));
     }
     engines.forEach((engine, index) => this.#panels[index].take(engine, time));
-    const awake = engines.map(({ model, asleep }) => (asleep ? null : model)).filter(Boolean).join();
+    const serving = engines.filter(({ model, asleep }) => model && !asleep);
+    const awake = serving.map(({ model }) => model).join();
     if (awake !== this.#awake) this.#onTurn();
     this.#awake = awake;
     const serves = engines.some((engine) => !engine.dead && !engine.restart);
