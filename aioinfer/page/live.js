@@ -67,8 +67,7 @@ export class Live {
       this.#panels.push(new EnginePanel(engines[this.#panels.length].model ?? name));
     }
     engines.forEach((engine, index) => this.#panels[index].take(engine, time));
-    const serving = engines.filter(({ model, asleep }) => model && !asleep);
-    const awake = serving.map(({ model }) => model).join();
+    const awake = engines.map(({ model, asleep }) => (asleep ? "" : model)).join(" ").trim();
     if (awake !== this.#awake) this.#onTurn();
     this.#awake = awake;
     const serves = engines.some((engine) => !engine.dead && !engine.restart);
