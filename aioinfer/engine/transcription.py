@@ -51,7 +51,7 @@ class SpeechTokens:
         tasks: "transcribe" and "translate", in models of several languages.
         before: what stands before the text that precedes the transcript.
         rules: of the tokens that follow.
-        no_speech: stands for a part in which nobody speaks; None if the model has none.
+        no_speech: stands for a part without speech; None if the model has none.
         heads: the layer and the number of each head of cross attention that tells where in the
             sound a token is.
     """
@@ -246,8 +246,8 @@ class Transcriber:
         self, recording: Recording, parts: Sequence[int]
     ) -> tuple[list[SourcePrompt], SamplingParams]:
         """Returns the prompts and the parameters of requests for one token each, whose
-        log-probability for `tokens.no_speech`, which the model must have, says whether nobody
-        speaks in a part of a recording."""
+        log-probability for `tokens.no_speech`, which the model must have, says whether a part of a
+        recording is without speech."""
         assert self.tokens.no_speech is not None
         prompts = [SourcePrompt([self.tokens.start], recording.parts[part]) for part in parts]
         return prompts, SamplingParams(

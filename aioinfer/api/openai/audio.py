@@ -49,7 +49,7 @@ _TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 _MAX_RESTS = 8
 #: Formats of a reply whose text is in pieces with their times.
 _WITH_TIMES = ("verbose_json", "srt", "vtt")
-#: A part's text is left out where the probability that nobody speaks is above the last, and its
+#: A part's text is left out where the probability of no speech is above the last, and its
 #: mean log-probability is below the first or it can be compressed more than the second says: the
 #: defaults of OpenAI's program for Whisper.
 _MIN_LOGPROB, _MAX_COMPRESSION, _MAX_NO_SPEECH = -1.0, 2.4, 0.6
@@ -219,7 +219,7 @@ class Transcript:
             has_times=form.has_times,
             logprobs=not self._streams,
         )
-        #: of parts whose text is doubtful: how likely it is that nobody speaks
+        #: of parts whose text is doubtful: the probability of no speech
         self._no_speech: dict[int, float] = {}
 
     async def answer(self) -> web.StreamResponse:
@@ -274,8 +274,8 @@ class Transcript:
         return deltas
 
     async def _without_silence(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Returns the transcripts of all parts, empty where the text is doubtful and the model says
-        that nobody speaks, as in OpenAI's own program for Whisper."""
+        """Returns the transcripts of all parts, empty where the text is doubtful and the model
+        finds no speech, as in OpenAI's own program for Whisper."""
         if self._transcriber.tokens.no_speech is None:
             return list(deltas)
         doubtful = await asyncio.to_thread(self._doubtful, deltas)

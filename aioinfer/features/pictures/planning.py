@@ -98,8 +98,7 @@ class Planning(StepFeature):
         self, use: PictureUse, tokens: int, start: int, more: int, rows: Sequence[Row]
     ) -> tuple[int, int]:
         """See `StepFeature.fit`: pictures whose tokens attend to each other both ways are computed
-        to their end. An embedding takes some 0.7 times as long as a prompt token (Qwen3-VL-8B on an
-        H200), and counts as one."""
+        to their end. An embedding that the step encodes counts as a prompt token."""
         if start >= use.pictures.end:
             return tokens, 0
         if use.pictures.is_bidirectional:
