@@ -66,6 +66,13 @@ def worker_of(llm: LLM) -> Worker:
     return inline._worker
 
 
+def has_graphs(llm: LLM) -> bool:
+    """Whether an engine in this process replays CUDA graphs for decode steps. The memory that they
+    took does not tell: other processes use the GPU as well."""
+    graphs = worker_of(llm)._graphs
+    return graphs is not None and bool(graphs.decode.graphs)
+
+
 def check_nothing_was_compiled(llm: LLM) -> None:
     """Checks that no kernel was compiled since the warm-up, and ends the watch."""
     watch = worker_of(llm).compilations

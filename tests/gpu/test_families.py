@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_settings import NEEDS_TWO, TWO_RANKS, inline_llm, tokens_of
+from engine_settings import NEEDS_TWO, TWO_RANKS, has_graphs, inline_llm, tokens_of
 from random_models import greedy_outputs, random_model, random_prompts
 from transformers import AutoModelForCausalLM
 
@@ -167,7 +167,7 @@ def check_greedy(case: Case, device: str, graphs: bool) -> None:
     settings = {"parallel__cuda_graphs": graphs, "scheduler__max_num_batched_tokens": 128}
     with inline_llm(case.folder, parallel__device=device, **settings) as llm:
         if device == "cuda":
-            assert (llm.frontend.engines[0].report.graph_bytes != 0) == graphs
+            assert has_graphs(llm) == graphs
         together = tokens_of(llm.generate(case.prompts, NO_END))
         alone = [llm.generate([prompt], NO_END)[0].token_ids for prompt in case.prompts]
     assert together == case.expected

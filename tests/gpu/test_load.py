@@ -226,9 +226,10 @@ async def serve_load(
     assert 0.25 < (reasons["abort"] + reasons["abort early"]) / reasons.total() < 0.4, reasons
     assert min(reasons.values()) > requests / 100, reasons
     assert dtype != "float32" or len(texts) == 1
-    assert len(memory) >= 2
-    # the allocator rounds up
-    assert max(memory) - memory[0] < 4096, f"bytes in use after each round: {memory}"
+    assert len(memory) >= 6
+    # The allocator rounds up, and how many drafts the last step had differs between the rounds.
+    grown = min(memory[-3:]) - min(memory[:3])
+    assert grown < 4096, f"bytes in use after each round: {memory}"
 
 
 @pytest.fixture(scope="module")
