@@ -7,8 +7,8 @@ layers are a graph, all but the last; and a step without rows is one, in which o
 wait for this one's experts.
 
 A graph is captured for several sizes, and a step replays the next larger one. All graphs share
-their memory, so no two are replayed at the same time. `warm_up.GraphBodies` has the launches that
-they are captured from.
+their memory, so no two are replayed at the same time. `graph_bodies.GraphBodies` has the launches
+that they are captured from.
 
 To capture one takes some 30 ms, nearly all of it Python that launches kernels, and there are about
 a hundred: more than half of a start that finds its kernels on disk. A rank that computes alone
@@ -60,8 +60,8 @@ class CudaGraphs:
     ) -> None:  # fmt: skip
         """Captures the launches of `launch` for each size, the largest first, so that smaller ones
         fit into its memory. The largest is launched once before: memory that its launches keep is
-        not the graph's. All kernels have been compiled and loaded (`warm_up.compile_only`), which
-        cannot be captured.
+        not the graph's. All kernels have been compiled and loaded (`compilation.compile_only`),
+        which cannot be captured.
 
         Args:
             sizes: ascending.

@@ -32,9 +32,12 @@ from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.cache_check import check_loss, expected_loss, text_tokens
 from aioinfer.worker.called_worker import CalledWorker
+from aioinfer.worker.compilation import CompilationWatch, compile_only, prepare_compiler
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
+from aioinfer.worker.dummy_steps import DummySteps
 from aioinfer.worker.features import Rank, StepWorks, extend_layers, load_works
+from aioinfer.worker.graph_bodies import GraphBodies
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
 from aioinfer.worker.memory import (
@@ -58,13 +61,6 @@ from aioinfer.worker.selection import (
 )
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS, StepGraphs
-from aioinfer.worker.warm_up import (
-    CompilationWatch,
-    DummySteps,
-    GraphBodies,
-    compile_only,
-    prepare_compiler,
-)
 
 if TYPE_CHECKING:
     from aioinfer.worker.kernel_timing import KernelTiming

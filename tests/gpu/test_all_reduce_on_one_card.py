@@ -18,7 +18,7 @@ from cases import normal
 from references import all_reduce_reference
 from scaled_cases import check_quantized_sums
 
-from aioinfer.worker.warm_up import compile_only
+from aioinfer.worker.compilation import compile_only
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

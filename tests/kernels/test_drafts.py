@@ -22,10 +22,10 @@ from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.worker.device import CpuDevice
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.gpu_device import GpuDevice
+from aioinfer.worker.graph_bodies import GraphBodies
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.warm_up import GraphBodies
 from tests.eagle_models import eagle_head
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
 from tests.kernels.test_gpu_device import (

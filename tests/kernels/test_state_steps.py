@@ -21,7 +21,7 @@ from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.worker.features import StepWorks
-from aioinfer.worker.warm_up import GraphBodies
+from aioinfer.worker.graph_bodies import GraphBodies
 from tests.kernels.bound_model import BLOCK_SIZE
 from tests.kernels.test_family_kernels import FAMILIES, SIZES
 from tests.kernels.test_gpu_device import MAX_LOOKAHEAD, Graphs, make_runner, no_cuda, plan_of

@@ -1,35 +1,21 @@
-"""Warm-up: dummy steps, executed on a worker's runner so that the first request is not slower; on a
-GPU also the launches that CUDA graphs are captured from, and the compilation of Triton kernels: all
-before the first request, on all cores; none while serving.
+"""The launches that CUDA graphs are captured from, and others of a start that resemble them.
 
-Dummy steps serve to measure memory and the scales of the KV cache, too. The worker compiles its
-kernels by going through its steps within `compile_only`, and then watches with a `CompilationWatch`
-that nothing is compiled any more: a kernel that was left out would stall every stream for seconds.
+On a GPU the worker makes `GraphBodies` of its runner: it compiles the kernels of these launches,
+times products within some of them, and captures the graphs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from aioinfer.ipc.lookahead import LookaheadRows
-from aioinfer.ipc.masks import mask_words
-from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
-from aioinfer.ipc.sections import Section
 from aioinfer.layers.step import HostRows, Step
-from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.compilers import Compilers, compile_with, hash_compiler
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.step_graphs import (
     MIXED_GRAPH_TOKENS,
@@ -45,8 +31,6 @@ if TYPE_CHECKING:
     from aioinfer.worker.gpu_device import GpuDevice
     from aioinfer.worker.stopwatch import TimedLayers
 
-_log = logging.getLogger(__name__)
-
 #: Products are timed within at least so many layers, since a layer's first product follows another
 #: layer, and at most that many.
 _TIMED_LAYERS = 2, 8
@@ -55,183 +39,6 @@ _TIMED_KEYS = 256
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
-
-#: A request that uses all of the sampler.
-EVERYTHING = SamplingParams(
-    top_k=5,
-    top_p=0.9,
-    repetition_penalty=1.1,
-    logit_bias={0: 1.0},
-    min_tokens=9,
-)
-
-
-def dummy_admission(
-    slot: int, length: int, params: SamplingParams, banned: tuple[int, ...] = ()
-) -> Admission:
-    """Returns the admission of a prompt of `length` zeros."""
-    return Admission(slot, np.zeros(length, np.int32), length, params, 0, banned)
-
-
-def dummy_plan(
-    lengths: list[int],
-    start: int,
-    block_size: int,
-    num_groups: int = 1,
-    max_num_seqs: int = 0,
-    admissions: Sequence[Admission] = (),
-    features: Sequence[Section] = (),
-    num_blocks: int | None = None,
-) -> StepPlan:
-    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
-    one, with the sections `features`.
-
-    Admitted requests get their KV blocks one after the other from block 0 on, in each of
-    `num_groups` groups; after `num_blocks` of them from block 0 on again, so that requests write
-    over each other's keys.
-    """
-    rows, none = len(lengths), np.empty(0, np.int32)
-    starts, samples = np.full(rows, start, np.int32), np.ones(rows, np.int32)
-    counts = [-(-len(admission.tokens) // block_size) for admission in admissions]
-    slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
-    blocks = np.arange(sum(counts), dtype=np.int32)
-    if num_blocks is not None:
-        blocks %= num_blocks
-    firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
-    sections = [*([Admissions.of(admissions)] if admissions else []), *features]
-    return StepPlan(
-        -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
-        (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
-        none, none, sections,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class DummySteps:
-    """Executes dummy plans on a runner that no request uses yet.
-
-    Attributes:
-        runner: of the rank.
-        num_groups: the KV groups of the whole model.
-        block_size: tokens a KV block.
-        vocab_size: of the model's logits.
-        fewest_blocks: KV blocks of the group that has the fewest, on all ranks: every stage of a
-            pipeline has to execute the same plans.
-        max_tokens: of a step.
-    """
-
-    runner: ModelRunner
-    num_groups: int
-    block_size: int
-    vocab_size: int
-    fewest_blocks: int
-    max_tokens: int
-
-    def run_all(self) -> None:
-        """Executes prefill steps and a decode step in which requests use all of the sampler, one of
-        them with all features, and forgets them."""
-        runner, slots = self.runner, self.runner.slots
-        rows = min(2, len(slots.tokens), self.fewest_blocks, self.max_tokens)
-        prompt_len = self._short_prompt(rows)
-        greedy = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
-        admissions = [greedy, dummy_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
-        lengths = [prompt_len] * rows
-        for features in ((), self._features(lengths)):
-            self.run(self._admit(lengths, admissions, features))
-        if prompt_len < min(self.block_size, slots.max_model_len):
-            self.run(dummy_plan([1] * rows, prompt_len, self.block_size))
-        if runner.device.results.shape[1] > len(slots.tokens) and prompt_len + 2 < min(
-            self.block_size, slots.max_model_len
-        ):
-            for late in ([], runner.works.late_sections(2)):
-                self.run(self._lookahead_plan(rows - 1, prompt_len, late))
-        slots.reset()
-        runner.device.kv.zero(rows)
-
-    def _lookahead_plan(self, slot: int, start: int, features: Sequence[Section]) -> StepPlan:
-        """Returns a plan in which a slot computes its token at `start` and a draft, with the
-        sections of features."""
-        plan = dummy_plan([1, 1], start, self.block_size)
-        plan.slots[:] = slot
-        plan.starts[1] += 1
-        ones = np.ones(2, np.int32)
-        rows = LookaheadRows(np.arange(2, dtype=np.int32), ones, self.block_size * ones)
-        plan.sections = [rows, *features]
-        return plan
-
-    def run_prompt(self, tokens: I32) -> None:
-        """Executes a prefill step of one prompt, and forgets the request; its keys and values in
-        the first KV blocks stay."""
-        count = len(tokens)
-        admission = Admission(0, tokens, count, SamplingParams(temperature=0), 0, ())
-        self.runner.step(self._admit([count], [admission])).wait()
-        self.runner.slots.reset()
-
-    @torch.inference_mode()
-    def score_prompt(self, tokens: I32) -> torch.Tensor:
-        """Computes one prompt, of a model on one rank, and forgets the request. Returns the
-        log-probabilities of the token behind each of its tokens, float32 [T, V] on the host."""
-        runner, count = self.runner, len(tokens)
-        model, device = runner.model, runner.device
-        plan = self._admit([count], [Admission(0, tokens, count, SamplingParams(), 0, ())])
-        runner.works.begin(plan)
-        device.begin(plan)
-        device.apply(plan, None)
-        step = device.prepare(plan, every_token=True)
-        hidden = runner.compute(step, every_token=True)
-        numbers = torch.arange(count, device=hidden.device)
-        logits = model.logits_of(hidden, numbers).float()
-        _, _, arrived = device.fetch(0, [])
-        if arrived is not None:
-            arrived.synchronize()
-        runner.slots.reset()
-        return logits.log_softmax(-1).cpu()
-
-    def largest_plan(self, lengths: list[int]) -> StepPlan:
-        """Returns the plan that computes prompts of these lengths, of requests that use all of the
-        sampler (float32 logits, counts of tokens) and of the features. They have `fewest_blocks` KV
-        blocks together: their results are never read."""
-        admissions = [
-            dummy_admission(slot, length, EVERYTHING, banned=(1,))
-            for slot, length in enumerate(lengths)
-        ]
-        return self._admit(lengths, admissions, self._features(lengths), self.fewest_blocks)
-
-    def run(self, plan: StepPlan) -> None:
-        """Executes a plan; a message that late rows wait for has all bits set."""
-        self.runner.step(plan, self._all_bits).wait()
-
-    def _features(self, lengths: Sequence[int]) -> list[Section]:
-        """Returns the sections of all features, for prompts of these lengths in the first slots."""
-        works, none = self.runner.works, np.zeros(len(lengths), np.int32)
-        sections, links = works.dummy_sections(range(len(lengths)), lengths), self.runner.links
-        if works.follow_steps or (links is not None and links.num_drafts):
-            sections.append(LookaheadRows(none, none + 1, none + self.runner.slots.max_model_len))
-        return sections
-
-    def _short_prompt(self, rows: int) -> int:
-        """Returns a number of tokens after which a decode step needs no further KV block, unless
-        blocks have one token, and which a step has for each of `rows` rows."""
-        longest = min(self.block_size - 1, self.runner.slots.max_model_len - 1)
-        return max(1, min(8, longest, self.max_tokens // rows))
-
-    def _admit(
-        self,
-        lengths: list[int],
-        admissions: list[Admission],
-        features: Sequence[Section] = (),
-        num_blocks: int | None = None,
-    ) -> StepPlan:
-        """Returns a `dummy_plan` from the first token on."""
-        slots = len(self.runner.slots.tokens)
-        return dummy_plan(
-            lengths, 0, self.block_size, self.num_groups, slots, admissions, features, num_blocks
-        )
-
-    def _all_bits(self, plan: StepPlan, count: int) -> I32:
-        """Implements `features.AwaitMessage` for dummy steps: as masks, every token is allowed."""
-        return np.full((count, mask_words(self.vocab_size)), -1, np.int32)
 
 
 class GraphBodies:
@@ -514,95 +321,3 @@ def preferring(library: Any) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
-
-
-def prepare_compiler() -> None:
-    """Does what Triton does before it compiles its first kernel, and what takes up to two seconds:
-    it hashes its own files and has a C compiler make its driver. To be called in a thread of its
-    own while the model is made."""
-    from triton.runtime import driver
-
-    hash_compiler()
-    _ = driver.active
-
-
-@contextmanager
-def compile_only(compilers: Compilers | None = None) -> Iterator[None]:
-    """Context in which launched kernels are compiled, in parallel, and not run; at its end all of
-    them are compiled and loaded. They are compiled by `compilers`, or in threads.
-
-    Triton can compile asynchronously, but only kernels that are not launched; so launches become
-    its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
-    launch, one after the other: they are made here, too. And while a kernel is being compiled, each
-    further launch of it computes the hash by which it is found on disk, in some milliseconds; here
-    a launch is recognised by its specialization.
-    """
-    import triton
-    from triton.runtime import driver
-    from triton.runtime.errors import OutOfResources
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-    kernels: dict[Any, Any] = {}
-    compile_kernel = None if compilers is None else compile_with(compilers)
-
-    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        binder = self.device_caches[driver.active.get_current_device()][-1]
-        _, specialization, given = binder(*args, **options)
-        key = id(self), tuple(specialization), str(given)
-        if key not in kernels:
-            if compile_kernel is not None:
-                self.compile = compile_kernel
-            kernels[key] = run(self, *args, grid=grid, warmup=True, **options)
-        return kernels[key]
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        with triton.AsyncCompileMode(threads):
-            JITFunction.run = compile_instead
-            try:
-                yield
-            finally:
-                JITFunction.run = run
-        compiled = list(threads.map(_make_launcher, kernels.values()))
-    for kernel in compiled:
-        # threads may get each other's launchers, which are modules of one name in sys.modules
-        with contextlib.suppress(OutOfResources):  # which is raised at its launch, too
-            kernel._init_handles()
-
-
-def _make_launcher(kernel: Any) -> Any:
-    """Puts the launcher of a compiled kernel into Triton's cache, where it is looked for when the
-    kernel is loaded. Returns the kernel."""
-    from triton.runtime import driver
-    from triton.runtime._async_compile import FutureKernel
-
-    if isinstance(kernel, FutureKernel):
-        kernel = kernel.result()
-    if kernel.module is None:
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
-    return kernel
-
-
-class CompilationWatch:
-    """Records the kernels that are compiled from its creation on.
-
-    Attributes:
-        names: of these kernels, in order.
-    """
-
-    def __init__(self) -> None:
-        import triton
-
-        self.names: list[str] = []
-        self._knobs = triton.knobs.runtime
-        self._knobs.jit_post_compile_hook = self._note
-
-    def stop(self) -> None:
-        """Ends the watch."""
-        self._knobs.jit_post_compile_hook = None
-
-    def _note(self, *, fn: Any, **details: Any) -> None:
-        self.names.append(fn.name)
-        _log.warning(
-            "the kernel %s was compiled while serving, for %s", fn.name, details.get("repr")
-        )
