@@ -26,6 +26,7 @@ from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS
 from aioinfer.engine.recovery import EngineState
 from aioinfer.engine.router import find_excess
 from aioinfer.errors import OverloadedError, RequestError
+from aioinfer.scheduler.request import Flow
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -96,6 +97,16 @@ class AdmissionControl:
 def sharer(request: web.Request) -> str | None:
     """Returns the name of a request's API key if others share the queue with it."""
     return request[ACCOUNT].key.name if len(request.app[ACCOUNTS]) > 1 else None
+
+
+#: The flow of requests with several prompts, where one API key has the server.
+_BATCHES = Flow("batches")
+
+
+def flow_of(request: web.Request, num_prompts: int) -> Flow:
+    """Returns the flow of a request's prompts: that of its API key. A key that is alone has two, so
+    that a request with one prompt waits behind a few of another request's thousands."""
+    return _BATCHES if num_prompts > 1 and sharer(request) is None else request[ACCOUNT].flow
 
 
 #: Of each model, by its first name.

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import HttpVersion11, StreamReader, web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.decoding import Body, convert_texts, decode, decode_large
+from aioinfer.api.decoding import MAX_PROMPTS, Body, convert_texts, decode, decode_large
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.connections import HttpCounts
 from aioinfer.api.http.limits import RATE_LIMITER
@@ -50,12 +50,12 @@ STREAM_HEADERS = {
 STARTED = web.AppKey("started", int)
 #: The `system_fingerprint` of OpenAI's replies, by the model's first name.
 FINGERPRINTS: web.AppKey[dict[str, str]] = web.AppKey("fingerprints")
-#: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
+#: A body's bound in bytes follows from the model's context length: 8 KiB a token, so that 2048
 #: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
 #: never above `MAX_BYTES`, which are decoded without holding other requests up; see `decoding`.
 MAX_BYTES = 16 * 2**20
 _BASE_BYTES = 2 * 2**20
-_BYTES_PER_TOKEN = 2048
+_BYTES_PER_TOKEN = 4 * MAX_PROMPTS
 #: Bytes of all bodies together that are being received or decoded, without the first 64 KiB of
 #: each: sixteen of the largest.
 MAX_HELD_BYTES = 256 * 2**20

@@ -28,7 +28,7 @@ from aioinfer.errors import FieldError, RequestError
 from aioinfer.text.json_values import count_values
 
 #: Prompts in one request; each is a request of its own to the scheduler.
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 2048
 
 #: Values in lists and objects of a body, token ids not counted: decoding, checking and freeing them
 #: takes up to 20 ms, in which the event loop may stand still.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from aioinfer.api.admission import admission_of, admit, deadline_of, sharer
+from aioinfer.api.admission import admission_of, admit, deadline_of, flow_of, sharer
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
 from aioinfer.api.event_stream import (
@@ -122,7 +122,7 @@ async def submitted(
                         generation.params_of(index),
                         priority=priority,
                         request_id=f"{generation.name}-{index}",
-                        flow=account.flow,
+                        flow=flow_of(request, len(prompts)),
                         cache_salt=generation.cache_salt or "",
                         known=stream_state(request).known,
                         handover=handover_of(request) if len(prompts) == 1 else None,

@@ -32,9 +32,10 @@ async def serve(
 
 
 async def complete(
-    http: aiohttp.ClientSession, key: str, prompt: int = 10, new: int = 5, **body: Any
+    http: aiohttp.ClientSession, key: str, prompt: Any = 10, new: int = 5, **body: Any
 ) -> tuple[int, CIMultiDictProxy[str], Any]:
-    body = {"prompt": [7] * prompt, "max_tokens": new, "ignore_eos": True} | body
+    prompt = [7] * prompt if isinstance(prompt, int) else prompt
+    body = {"prompt": prompt, "max_tokens": new, "ignore_eos": True} | body
     headers = {"Authorization": f"Bearer {key}"}
     async with http.post("/v1/completions", json=body, headers=headers) as response:
         return response.status, response.headers, await response.json()
@@ -91,6 +92,17 @@ async def test_one_request_is_served_beside_many_of_another_key(tmp_path: Path) 
         ended = sum(task.done() for task in many)
         assert ended < 30, "it waited for those that came before it"
         assert {status for status, *_ in await asyncio.gather(*many)} == {200}
+
+
+async def test_one_request_is_served_beside_another_with_many_prompts(tmp_path: Path) -> None:
+    """60 prompts of one request wait for two slots when another one of the same key arrives."""
+    async with serve(tmp_path / "keys", '[one]\nkey = "one"\n', delay_s=0.002) as http:
+        many = asyncio.ensure_future(complete(http, "one", new=20, prompt=[[7] * 20] * 60))
+        await asyncio.sleep(0.2)
+        assert (await complete(http, "one", 20, 20))[0] == 200
+        assert not many.done(), "it waited for those that came before it"
+        status, _, reply = await many
+        assert (status, len(reply["choices"])) == (200, 60)
 
 
 async def test_a_key_leaves_room_in_the_queue(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ class Document(Struct, kw_only=True):
     text: str
 
 
-_Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_PROMPTS - 1)]
+_Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class RerankRequest(ScoringBody, kw_only=True):
