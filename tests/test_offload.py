@@ -21,7 +21,7 @@ from aioinfer.layers.transfers import Offload
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.registry import build_model
 from aioinfer.models.weight_update import WeightUpdate
-from aioinfer.worker.worker import Worker
+from aioinfer.worker.rank_model import RankModel
 from tests.cpu_transfers import CpuTransfers
 from tests.paged_model import CPU, PagedModel
 from tests.tiny_models import tiny_model
@@ -155,7 +155,7 @@ def test_texts_are_the_same(
         with LLM(str(folder), settings=plain, progress=False) as llm:
             expected.append(texts_of(llm))
     transfers = CpuTransfers(is_late=True)
-    monkeypatch.setattr(Worker, "_make_transfers", lambda worker: transfers)
+    monkeypatch.setattr(RankModel, "_make_transfers", lambda made: transfers)
     with LLM(str(first), settings=settings, progress=False) as llm:
         assert texts_of(llm) == expected[0]
         assert transfers.count > 0

@@ -23,6 +23,7 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.plan import I32
+from aioinfer.worker.dummy_steps import DummySteps
 
 #: By which part the perplexity may be expected to grow. Models of 135 to 500 million parameters
 #: lose 0.004 to 0.005; where keys are not shifted 0.007 to 0.019 (notes/fp8-kv.md).
@@ -31,6 +32,21 @@ MAX_LOSS = 0.01
 CHECKED_TOKENS = 128
 
 _log = logging.getLogger(__name__)
+
+
+class CacheCheck:
+    """The check of one rank's cache."""
+
+    def __init__(self, tokens: I32, steps: DummySteps):
+        """Computes the text `tokens` with the cache of `steps`, which does not round."""
+        self._tokens, self._plain = tokens, steps.score_prompt(tokens)
+
+    def end(self, steps: DummySteps) -> None:
+        """Computes it with the cache of `steps`, which is the real one, and leaves no trace there.
+        Raises `ConfigError` if the cache harms the model."""
+        found = steps.score_prompt(self._tokens)
+        steps.runner.device.kv.zero(-(-len(self._tokens) // steps.block_size))
+        check_loss(expected_loss(self._plain, found))
 
 
 def text_tokens(folder: Path, vocab_size: int, max_tokens: int) -> I32 | None:

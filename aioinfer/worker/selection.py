@@ -1,5 +1,5 @@
-"""Device and dtypes of a rank: selects and sets up its device, and selects the dtypes of weights
-and arithmetic, and of the KV cache.
+"""Device, dtypes and backend of a rank: selects and sets up its device, and selects the dtypes of
+weights and arithmetic, and of the KV cache.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import AttentionSpec, LatentSpec
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.models.config import read_config
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.kv_scales import has_float8_cache, load_kv_scales
+from aioinfer.worker.peers import Peers
 
 
 def select_device(
@@ -135,6 +138,29 @@ class CacheDtype:
     text: str
     is_calibrated: bool = False
     is_checked: bool = False
+
+
+def select_backend(
+    config: Config, device: torch.device, dtype: torch.dtype, peers: Peers
+) -> Backend:
+    """Returns what the layers of the model compute with."""
+    parallel, method = config.parallel, config.speculation.method
+    placement = parallel.expert_placement
+    backend = Backend.of(
+        device,
+        dtype,
+        peers.tp,
+        expert_parallel=parallel.expert_parallel,
+        expert_group=peers.experts,
+        expert_placement=None if placement is None else ExpertPlacement.read(Path(placement)),
+        stage=peers.pp.rank,
+        num_stages=peers.pp.size,
+    )
+    backend.cascade = True
+    backend.state_dtype = config.cache.state_dtype
+    backend.wants_mtp = method == "mtp"
+    backend.wants_embedding = method in ("mtp", "eagle3")
+    return backend
 
 
 def select_cache_dtype(

@@ -12,48 +12,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from aioinfer.config import Config
-from aioinfer.errors import ConfigError
 from aioinfer.ipc.content_digest import digest_files
-from aioinfer.ipc.expert_placement import ExpertPlacement
-from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
-from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
 from aioinfer.ipc.read_tally import ReadTally
-from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
-from aioinfer.layers.transfers import Offload, Transfers
-from aioinfer.models.drafters.drafter import Drafter
-from aioinfer.models.drafters.registry import build_drafter
-from aioinfer.models.registry import build_model, load_model_config
-from aioinfer.worker.cache_check import check_loss, expected_loss, text_tokens
+from aioinfer.models.registry import load_model_config
+from aioinfer.worker.cache_check import CacheCheck, text_tokens
 from aioinfer.worker.called_worker import CalledWorker
 from aioinfer.worker.compilation import CompilationWatch, compile_only, prepare_compiler
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.dummy_steps import DummySteps
-from aioinfer.worker.features import Rank, StepWorks, extend_layers, load_works
-from aioinfer.worker.graph_bodies import GraphBodies
+from aioinfer.worker.features import Rank, StepWorks, load_works
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
 from aioinfer.worker.memory import (
     CacheDemand,
     available_bytes,
-    check_weights,
     count_blocks,
     keep_freed_memory,
     report_shortage,
 )
 from aioinfer.worker.peers import Peers
-from aioinfer.worker.pinned_memory import GpuTransfers
 from aioinfer.worker.rank_memory import make_rank_memory
+from aioinfer.worker.rank_model import RankModel
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.selection import (
     begin_context,
+    select_backend,
     select_cache_dtype,
     select_device,
     select_dtype,
@@ -61,9 +52,7 @@ from aioinfer.worker.selection import (
 )
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS, StepGraphs
-
-if TYPE_CHECKING:
-    from aioinfer.worker.kernel_timing import KernelTiming
+from aioinfer.worker.warm_up import GpuWarmUp, run_kinds
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
@@ -169,8 +158,7 @@ class Worker(CalledWorker):
         self.step_times: list[tuple[int, float, bool]] = []
         self._fewest_blocks = 1
         self._graphs: StepGraphs | None = None  # on a GPU, once it has warmed up
-        # the tokens of the check of a cache in float8, and what they give without rounding
-        self._unrounded: tuple[I32, torch.Tensor] | None = None
+        self._check: CacheCheck | None = None  # from `allocate` to `warm_up`
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
         self.compilers: Compilers | None = None
@@ -198,34 +186,21 @@ class Worker(CalledWorker):
         if self.device.type == "cuda":
             threading.Thread(target=prepare_compiler, name="compiler", daemon=True).start()
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
-        self._backend = Backend.of(
-            self.device,
-            dtype,
-            peers.tp,
-            expert_parallel=config.parallel.expert_parallel,
-            expert_group=peers.experts,
-            expert_placement=_read_placement(config),
-            stage=peers.pp.rank,
-            num_stages=peers.pp.size,
-        )
-        self._backend.cascade = True
-        self._backend.state_dtype = config.cache.state_dtype
-        method = config.speculation.method
-        self._backend.wants_mtp = method == "mtp"
-        self._backend.wants_embedding = method in ("mtp", "eagle3")
+        self._backend = select_backend(config, self.device, dtype, peers)
         served_len = config.model.max_model_len or model_config.max_len
-        self._load_weights(dtype, min(served_len, model_config.max_len), on_progress)
+        self._layers = RankModel(
+            config, self._folder, self._backend, peers, min(served_len, model_config.max_len)
+        )
+        self.model = self._layers.model
+        self._layers.load(on_progress, self.memory)
         cache = select_cache_dtype(config, self._folder, self.model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
         self._is_checked = cache.is_checked and self._backend.computes_alone
         peers.connect_experts(self.model)
         looks_ahead = peers.agree(self.model.looks_ahead(self.block_size))
         self._max_lookahead = config.max_lookahead if looks_ahead else 0
-        specs, layers = [*self.model.kv_specs, *self._drafter_specs], self.model.layer_numbers
-        if self._drafter is not None:
-            layers = range(layers.start, len(specs))
-        self._groups = group_layers(specs)
-        self._own_groups = groups_of_stage(self._groups, layers)
+        self._groups = group_layers(self._layers.kv_specs)
+        self._own_groups = groups_of_stage(self._groups, self._layers.layer_numbers)
         available = available_bytes(
             config,
             self.device,
@@ -237,7 +212,7 @@ class Worker(CalledWorker):
         return LoadReport(
             device=device_name,
             dtype=dtype_text,
-            weights_bytes=self._weights_bytes,
+            weights_bytes=self._layers.weights_bytes,
             block_size=self.block_size,
             groups=self._groups,
             block_bytes=self._block_bytes(self._own_groups),
@@ -249,78 +224,6 @@ class Worker(CalledWorker):
             layers=self.model.layer_numbers,
             max_lookahead=self._max_lookahead,
         )
-
-    def _load_weights(
-        self, dtype: torch.dtype, served_len: int, on_progress: Callable[[int, int], None]
-    ) -> None:
-        """Makes and loads the rank's part of the model, and of its drafter, if it has one.
-
-        Args:
-            dtype: of the arithmetic.
-            served_len: the longest sequence that may be served.
-            on_progress: as for `load`.
-        """
-        config, folder = self._config, self._folder
-        form, seed = config.model.load_format, config.model.seed
-        with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
-            extension = self._backend.extension = extend_layers(config, self._backend)
-            offload = self._backend.offload = self._make_offload()
-            self.model = build_model(folder, self._backend, config.model, config.media)
-            self._backend.extension = self._backend.offload = None  # a drafter has none
-            if offload is not None and getattr(self.model, "offloaded", None) is None:
-                raise ConfigError("model.offload_gb: only layers of decoders can be offloaded")
-            drafter = build_drafter(config, self.model, served_len)
-        self._drafter: Drafter | None = None
-        self._drafter_specs: Sequence[Sequence[KVSpec]] = ()
-        if drafter is not None:
-            made, folder = drafter
-            self.model.tapped_layers = made.tapped_layers
-            self._drafter = made if self._backend.is_last_stage else None
-        if self.device.type == "cpu":
-            check_weights(config, self._weights_bytes, dtype, self._peers.groups.spec)
-        self.model.load(self._folder, form, seed, on_progress)
-        if drafter is not None:
-            if self._drafter is not None:
-                made.load(folder, form, seed, on_progress)
-            self._drafter_specs = made.kv_specs
-            if any(isinstance(spec, StateSpec) for of in made.kv_specs for spec in of):
-                raise ConfigError(
-                    "speculation.model: a model whose layers keep states cannot draft"
-                )
-        if self.memory is not None:
-            with report_shortage("the weights", "model.sleep_mode takes 256 MiB more at the start"):
-                self.memory.take_weights([self.model, self._drafter])
-        if extension is not None and extension.is_used:
-            with report_shortage(*extension.shortage):
-                extension.allocate(config.max_step_tokens, config.scheduler.max_num_seqs)
-            self._backend.extension = extension
-
-    def _make_offload(self) -> Offload | None:
-        """Returns what is to be offloaded, if anything is. Raises `ConfigError` where that cannot
-        be."""
-        config, backend = self._config, self._backend
-        nbytes = int(config.model.offload_gb * 2**30)
-        if not nbytes:
-            return None
-        if backend.expert_group is not None:
-            raise ConfigError("model.offload_gb: not with experts that engines have in common")
-        transfers = self._make_transfers()
-        # a dependent launch may read weights before the event that it waits for; and products would
-        # be timed with copies beside them
-        backend.pdl = False
-        return Offload(nbytes, transfers)
-
-    def _make_transfers(self) -> Transfers:
-        """Returns the copies of offloaded weights. Raises `ConfigError` on a CPU."""
-        if self.device.type == "cpu":
-            raise ConfigError("model.offload_gb: on a CPU all weights are in memory of the host")
-        return GpuTransfers(self.device)
-
-    @property
-    def _weights_bytes(self) -> int:
-        """The bytes of the model's weights, and of its drafter's."""
-        own = 0 if self._drafter is None else self._drafter.weights_bytes
-        return self.model.weights_bytes + own
 
     def _block_bytes(self, groups: Sequence[KVGroup]) -> tuple[int, ...]:
         """Returns the bytes of a KV block of each group."""
@@ -366,7 +269,7 @@ class Worker(CalledWorker):
         """
         self._fewest_blocks = min(num_blocks, default=NO_LIMIT)
         if self._is_checked:
-            self._score_unrounded(max_model_len)
+            self._check = self._begin_check(max_model_len)
         remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
         with report_shortage("the KV cache and the slots", remedy):
             self.runner = self._make_runner(
@@ -387,8 +290,7 @@ class Worker(CalledWorker):
         if isinstance(runner.device, CpuDevice):
             keep_freed_memory()
             steps.run_all()
-            self._calibrate()
-            self._check_cache()
+            self._settle_cache(steps)
         else:
             self._warm_up_kernels(steps, leaves_graphs=leaves_graphs)
         if self.compilers is not None:
@@ -412,91 +314,52 @@ class Worker(CalledWorker):
 
     def _warm_up_kernels(self, steps: DummySteps, *, leaves_graphs: bool) -> None:
         """Does what `warm_up` does on a GPU."""
-        bodies, timing = self._compile(steps)
-        device = bodies.device
+        warm_up = GpuWarmUp(steps, self._backend, self._peers)
+        warm_up.compile(self.compilers)
         with self._peers.together("warming up", self.on_stuck):
-            self._run_kinds(steps.run_all)
-            if timing is not None:
-                self.timed_choices = timing.run()
-                device.kv.zero(1)  # the timed layers have written there
-            self._calibrate()
-            self._check_cache()
+            self.timed_choices = warm_up.run()
+            self._settle_cache(steps)
             if self._config.parallel.cuda_graphs and self.model.supports_graphs:
                 backend, offloads = self._backend, self._config.model.offload_gb > 0
                 alone = backend.computes_alone and backend.extension is None and not offloads
-                bodies.capture(leaves_rest=leaves_graphs and alone)
+                warm_up.capture(leaves_rest=leaves_graphs and alone)
                 if self._max_lookahead:
-                    self.step_times = bodies.time_decodes()
-                    device.kv.zero(1)  # the timed steps have written there
+                    self.step_times = warm_up.time_decodes()
             torch.backends.cuda.preferred_blas_library("cublas")
-        self._graphs, self.graph_bytes = device.graphs, device.graphs.nbytes
+        self._graphs = warm_up.device.graphs
+        self.graph_bytes = self._graphs.nbytes
 
-    def _compile(
-        self, steps: DummySteps, largest: StepPlan | None = None
-    ) -> tuple[GraphBodies, KernelTiming | None]:
-        """Compiles the kernels of all steps that `steps` executes on a GPU, of the plan `largest`
-        first, and the kernels among which products choose. Returns the launches that graphs are
-        captured from, and the choice of kernels."""
-        from aioinfer.worker.gpu_device import GpuDevice
+    def _settle_cache(self, steps: DummySteps) -> None:
+        """Measures the scales of a KV cache in float8 that has none, and ends the check of it."""
+        if self._is_calibrated:
+            self._calibrate(steps)
+        if self._check is not None:
+            self._check.end(steps)
+            self._check = None
 
-        device = steps.runner.device
-        assert isinstance(device, GpuDevice)
-        bodies = GraphBodies(steps.runner, device)
-        timing = self._make_kernel_timing(bodies)
-        with compile_only(self.compilers):
-            self._run_kinds(bodies.begin_warm_up)  # all layers' weights are known from then on
-            with self._backend.omitting_equal_layers():
-                if largest is not None:
-                    self._run_kinds(lambda: steps.run(largest))
-                self._run_kinds(steps.run_all)
-                self._run_kinds(bodies.warm_up)
-            if timing is not None:
-                timing.prepare()
-            self._peers.drain_stages()
-        return bodies, timing
-
-    def _run_kinds(self, run: Callable[[], None]) -> None:
-        """Launches steps without the extension of the layers, and with it if there is one."""
-        run()
-        if self._backend.extension is not None:
-            with self._backend.extension:
-                run()
-
-    def _make_kernel_timing(self, bodies: GraphBodies) -> KernelTiming | None:
-        """Returns the choice of kernels for products; None where they stay at their defaults."""
-        if not self._backend.pdl:
-            return None
-        from aioinfer.worker.kernel_timing import KernelTiming
-
-        can_run_layers = self._backend.computes_alone and self.model.supports_graphs
-        return KernelTiming.of(self._backend, bodies.timed_layers() if can_run_layers else None)
-
-    def _calibrate(self) -> None:
-        """Measures the scales of a KV cache in float8 that has none; leaves no other trace."""
-        if not self._is_calibrated:
-            return
-        runner, size, peers = self.runner, self.block_size, self._peers
-        max_len = runner.slots.max_model_len
-        most = size * self._fewest_blocks
+    def _calibrate(self, steps: DummySteps) -> None:
+        """Measures the scales of the KV cache; leaves no other trace."""
+        device, peers = steps.runner.device, self._peers
+        max_len = device.slots.max_model_len
+        most = self.block_size * self._fewest_blocks
         budget = self._config.scheduler.max_num_batched_tokens
         count = max(1, min(CALIBRATION_TOKENS, budget, most, max_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
-        steps = self._dummy_steps(runner)
-        of_model, _ = runner.device.kv.divided(len(self.model.layer_numbers))
+        of_model, _ = device.kv.divided(len(self.model.layer_numbers))
         calibrate(
             self.model.kv_scales, *of_model, count, max_len,
             lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
-        runner.device.kv.zero(-(-count // size))
+        device.kv.zero(-(-count // self.block_size))
 
-    def _score_unrounded(self, max_model_len: int) -> None:
-        """Begins the check of a cache in float8: computes a text with one in the dtype of the
-        arithmetic, before the real one takes the memory. See `cache_check`."""
+    def _begin_check(self, max_model_len: int) -> CacheCheck | None:
+        """Begins the check of a cache in float8 with a cache in the dtype of the arithmetic, before
+        the real one takes the memory; None where there is nothing to check it with."""
         budget = self._config.scheduler.max_num_batched_tokens
         most = min(budget, max_model_len - 1, self.block_size * self._fewest_blocks)
         tokens = text_tokens(self._folder, self.vocab_size, most)
         if tokens is None or not self.model.scores_tokens:
-            return
+            return None
         rounded, self._cache_dtype = self._cache_dtype, self._backend.dtype
         count = -(-len(tokens) // self.block_size)
         blocks = [1 if group.keeps_source else count for group in self._groups]
@@ -505,16 +368,7 @@ class Worker(CalledWorker):
         if self.device.type != "cpu":
             with compile_only(self.compilers):
                 steps.score_prompt(tokens)
-        self._unrounded = tokens, steps.score_prompt(tokens)
-
-    def _check_cache(self) -> None:
-        """Ends the check of a cache in float8. Raises `ConfigError` if it harms the model."""
-        if self._unrounded is None:
-            return
-        (tokens, plain), self._unrounded = self._unrounded, None
-        found = self._dummy_steps(self.runner).score_prompt(tokens)
-        self.runner.device.kv.zero(-(-len(tokens) // self.block_size))
-        check_loss(expected_loss(plain, found))
+        return CacheCheck(tokens, steps)
 
     def _dummy_steps(self, runner: ModelRunner, fewest_blocks: int | None = None) -> DummySteps:
         fewest = fewest_blocks or self._fewest_blocks
@@ -544,17 +398,16 @@ class Worker(CalledWorker):
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device, make_kv
         )
         rows, tokens = max_num_seqs + max_lookahead, self._config.max_step_tokens
-        self._peers.connect_all_reduce(self._backend, model.hidden_size)
-        self._bind(kv, rows, tokens)
+        self._layers.bind(kv, self.block_size, rows, tokens)
         num_drafts = config.speculation.max_draft_tokens if config.speculation.has_drafter else 0
         links = self._peers.link_stages(
             model.stream_size, len(model.tapped_layers) * model.hidden_size,
             num_drafts if max_lookahead else 0, self._backend.dtype,
         )  # fmt: skip
         if not max_lookahead:
-            config = _without_drafts(config)
+            config = replace(config, speculation=replace(config.speculation, method="none"))
         rank = Rank(
-            model, slots, links, config, self._drafter, kv, self._engine, self._identify_kv,
+            model, slots, links, config, self._layers.drafter, kv, self._engine, self._identify_kv,
             self._peers.groups.spec, self._tally,
         )  # fmt: skip
         works = StepWorks.load(rank, config.model.features)
@@ -566,7 +419,7 @@ class Worker(CalledWorker):
             device = GpuDevice(
                 model, kv, slots, tokens,
                 is_first=is_first, is_last=is_last, max_lookahead=max_lookahead,
-                has_drafter=self._drafter is not None and max_lookahead > 0,
+                has_drafter=self._layers.drafter is not None and max_lookahead > 0,
             )  # fmt: skip
         else:
             device = CpuDevice(slots, kv, max_lookahead)
@@ -591,21 +444,6 @@ class Worker(CalledWorker):
             place.engine_rank, scales,
         )  # fmt: skip
         return blake2b(repr(form).encode(), digest_size=16).digest()
-
-    def _bind(self, kv: KVTensors, rows: int, tokens: int) -> None:
-        """Gives the layers of the model and of its drafter, which are numbered behind the model's,
-        their KV caches."""
-        first = len(self.model.layer_numbers)
-        of_model, of_drafter = kv.divided(first)
-        self.model.bind(*of_model, self.block_size, rows, tokens)
-        if (drafter := self._drafter) is None:
-            return
-        self._peers.connect_all_reduce(drafter.backend, drafter.hidden_size)
-        drafter.bind(*of_drafter, self.block_size, rows, tokens)
-        if self.device.type != "cpu" and not drafter.supports_graphs:
-            raise ConfigError(
-                "speculation: the kernels lack the shape of a layer of the model that drafts"
-            )
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
@@ -634,15 +472,6 @@ class Worker(CalledWorker):
         if self.device.type != "cpu":
             # of all steps: this step's few kernels would leave most cores idle; kernels that the
             # real cache needs besides are compiled in `warm_up`
-            self._compile(steps, plan)
+            GpuWarmUp(steps, self._backend, self._peers).compile(self.compilers, plan)
         with self._peers.together("the largest step", self.on_stuck):
-            self._run_kinds(lambda: steps.run(plan))
-
-
-def _without_drafts(config: Config) -> Config:
-    return replace(config, speculation=replace(config.speculation, method="none"))
-
-
-def _read_placement(config: Config) -> ExpertPlacement | None:
-    path = config.parallel.expert_placement
-    return None if path is None else ExpertPlacement.read(Path(path))
+            run_kinds(self._backend, lambda: steps.run(plan))
