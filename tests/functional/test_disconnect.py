@@ -134,3 +134,14 @@ async def test_others_go_on(served: Served) -> None:
         await reader.readuntil(b"data: {")
     assert await going_on == alone
     await until(lambda: served.engine.scheduler.is_idle)
+
+
+async def test_a_stream_in_http_1_0_ends_with_its_connection(served: Served) -> None:
+    """Though the client offers to keep it: nothing else would end the body."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
+    head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nConnection: keep-alive\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    reply = await asyncio.wait_for(reader.read(), 30)
+    assert reply.endswith(b"data: [DONE]\n\n")
+    writer.close()

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from aiohttp import StreamReader, http_exceptions, web
+from aiohttp import HttpVersion11, StreamReader, http_exceptions, web
 
 from aioinfer.api.errors import ERROR_CODE, SERVER_NAME, error_body, error_response, raw_response
 from aioinfer.process_log import LimitedLog
@@ -111,6 +111,8 @@ class Connection(web.RequestHandler):
         if resp.status >= 400:
             self._server.counts.count_error(resp.status, resp.get(ERROR_CODE))
         result = await super().finish_response(request, resp, start_time)
+        if request.version < HttpVersion11 and resp.content_length is None:
+            resp.force_close()  # HTTP/1.0 knows no chunks: only the connection's end ends the body
         self._head_bytes = 0
         if self.transport is not None:
             self._server.idle.add(self)
