@@ -6,7 +6,7 @@ times products within some of them, and captures the graphs.
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -303,20 +303,28 @@ def _seconds_of(launches: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def preferred_library() -> Any:
-    """Returns the library that PyTorch's products prefer."""
-    return torch.backends.cuda.preferred_blas_library()
+    """Returns the library that PyTorch's products prefer. It is set once more, without stderr:
+    PyTorch writes there, once in a process, that the choice is experimental."""
+    library = torch.backends.cuda.preferred_blas_library()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        torch.backends.cuda.preferred_blas_library(library)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+    return library
 
 
 @contextmanager
 def preferring(library: Any) -> Iterator[None]:
     """Context in which PyTorch's products prefer a library."""
-    before = preferred_library()
+    before = torch.backends.cuda.preferred_blas_library()
     if library == before:
         yield
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the choice is experimental
-        torch.backends.cuda.preferred_blas_library(library)
+    torch.backends.cuda.preferred_blas_library(library)
     try:
         yield
     finally:

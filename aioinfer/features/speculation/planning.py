@@ -118,6 +118,7 @@ class Planning(StepFeature):
         self._num_drafting, self._num_stages = 0, host.config.parallel.pipeline_parallel_size
         # steps that are planned before the result of a step is taken
         self._num_ahead = self._num_stages if host.config.scheduler.plan_ahead else 0
+        self._had_drafts = False  # the last step whose result has come
         self._looked = 0  # where in the list of requests the last search for matches ended
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended
@@ -227,8 +228,11 @@ class Planning(StepFeature):
                 count(f"{ACCEPTED_AT}{position}")
 
     def note_step(self, num_rows: int, seconds: float, has_lookahead: bool) -> None:
-        """See `StepFeature.note_step`."""
-        if self.costs is not None:
+        """See `StepFeature.note_step`. In a pipeline a step behind drafts is launched when their
+        result has come. That wait counts for drafts: of steps with drafts those behind others with
+        drafts are measured, and of plain steps those behind plain ones."""
+        is_alike, self._had_drafts = has_lookahead == self._had_drafts, has_lookahead
+        if self.costs is not None and (is_alike or self._num_stages == 1):
             self.costs.learn(num_rows, seconds, has_lookahead=has_lookahead)
 
     def _probe_early(self) -> None:
