@@ -8,7 +8,7 @@ has been admitted: 15 MB of digits would take a thread half a minute and 6 GB. S
 - long texts are encoded in pieces of about 20 ms, in turn with the pieces of other long texts, and
   are rejected at the first piece with which they exceed the limit.
 
-`Frontend` owns the threads and the encoder, and is their only caller.
+`PromptMaker` owns the threads and the encoder, and is their only caller.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Compiles the restrictions of requests' tokens (`SamplingParams.grammar`, `allowed_token_ids`,
-`bad_words`) in threads, before they are admitted. `Frontend` owns the compiler.
+`bad_words`) in threads, before they are admitted. `PromptMaker` owns the compiler.
 
 Compiled grammars are kept, the least recently used one goes first; requests with equal grammars
 share one compilation, also when they arrive together.

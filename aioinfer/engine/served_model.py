@@ -1,7 +1,7 @@
 """The model as the server's process sees it: tokenizer, format of messages, defaults, sizes, and
 how its hidden states become embeddings, scores and classes (`Pooling`).
 
-`Frontend` loads it in a thread while the workers load the weights.
+`PromptMaker` loads it in a thread while the workers load the weights.
 
 The workers return the pooled hidden state of a prompt, float32 and as it is; the rest is a few
 operations on one vector, done here: dense modules, truncation, normalisation, the classification
