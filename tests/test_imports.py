@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 _PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-#: From the top down, as the page has it. Packages of one line do not import each other.
-ORDER = [line.split() for line in _PAGE.partition("### Imports\n")[2].split("```")[1].splitlines()]
+#: From the top down, as the page has it. Packages side by side do not import each other.
+ORDER = [names.split() for names in _PAGE.partition("### Imports\n")[2].split("```")[1].split(">")]
 HEIGHT = {name: -height for height, names in enumerate(ORDER) for name in names}
 #: Imported by none of the modules in a package: (package, module).
 BANNED = (
