@@ -25,14 +25,12 @@ from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Planning
 from aioinfer.features.adapters.sections import (
-    DROP,
-    READ,
     AdapterChanges,
     AdapterFiles,
-    AdapterStates,
+    AdapterReads,
 )
 from aioinfer.features.adapters.serving import Serving
-from aioinfer.features.adapters.worker import READERS, HostAdapters, PendingStates, Work
+from aioinfer.features.adapters.worker import READERS, HostAdapters, PendingReads, Work
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
@@ -44,7 +42,7 @@ from tests.encoder_models import tiny_encoder
 from tests.source_models import save_model
 from tests.test_multiprocess import workers
 from tests.tiny_models import tiny_model
-from tests.worker_extension import num_unreported_adapters
+from tests.worker_extension import limit_open_files, num_adapters
 
 OUTPUT = 10
 SETTINGS: dict[str, Any] = {
@@ -249,8 +247,30 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def test_ranks_have_their_parts_of_adapters(llama: Adapted, settings: dict[str, Any]) -> None:
     with llama.llm(**settings, **{"parallel.executor": "multiprocess"}) as llm:
         llama.check(llm, NAMES)
-        # what has not been reported is never forgotten
-        assert llm.collective_rpc(num_unreported_adapters) == [0, 0]
+        assert [reading for _, reading in llm.collective_rpc(num_adapters)] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_an_adapter_that_one_rank_cannot_read_fails_its_requests_alone(
+    llama: Adapted, kind: str
+) -> None:
+    """It may open no further file. No rank keeps what others have read, and keys of the prompt that
+    are computed later are the adapter's."""
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="small")
+    settings = {f"parallel.{kind}_parallel_size": 2, "parallel.executor": "multiprocess"}
+    with llama.llm(**settings) as llm:
+        llama.check(llm, [None, "large"])
+        for rank in range(2):
+            limits = llm.collective_rpc(limit_open_files, args=(rank, 3))
+            with pytest.raises(GenerationError, match="the adapter 'small' cannot be read"):
+                llm.generate([{"prompt_token_ids": llama.prompt}], params)
+            llama.check(llm, [None, "large"])
+            assert llm.collective_rpc(num_adapters) == [[1, 0]] * 2
+            llm.collective_rpc(limit_open_files, args=(rank, limits[rank]))
+            llm.load_adapter("small", str(llama.adapters["small"]))
+            llama.check(llm, ["small", None])
+            llm.load_adapter("small", str(llama.adapters["small"]))
 
 
 def test_drafts_do_not_change_the_text_of_adapters(llama: Adapted) -> None:
@@ -356,8 +376,7 @@ def halves(llm: Any) -> tuple[Planning, HostAdapters]:
 
 def check_nothing_is_left(llm: LLM) -> None:
     planning, host = halves(llm)
-    assert not planning._states
-    assert not planning._wanted
+    assert not {*planning._wanted, *planning._reading, *planning._read, *planning._failed}
     assert {slot.number for slot in planning._slots} == {-1}
     assert not host._kept
     assert not host._unreported
@@ -396,7 +415,7 @@ async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> 
         for _ in range(READERS):
             host._threads.submit(may_go_on.wait, 60)
         cold = asyncio.create_task(generate(llm, llama, "small"))
-        await until(lambda: planning._states)
+        await until(lambda: planning._reading)
         for _ in range(2):
             others = [generate(llm, llama, None), generate(llm, llama, None)]
             for output in await asyncio.wait_for(asyncio.gather(*others), 20):
@@ -423,7 +442,7 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         (engine,) = llm.frontend.engines
         await until(lambda: engine.scheduler.num_running)
         second = asyncio.create_task(generate(llm, llama, "small"))
-        await until(lambda: planning._states.get(number) == READ)
+        await until(lambda: number in planning._read)
         assert not first.done()
         first.cancel()
         output = await asyncio.wait_for(second, 20)
@@ -749,9 +768,8 @@ def test_new_workers_get_their_adapters_again(llama: Adapted) -> None:
         llama.check(llm, NAMES)
 
 
-def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
-    """An adapter that is asked for stays, though there is room for one alone and others are being
-    read; what was read before goes."""
+def test_memory_of_the_host_is_used_again(llama: Adapted) -> None:
+    """A read that ends after a step was launched is reported with it."""
     slots = AdapterSlots(
         LoraConfig(max_adapters=1, max_rank=64),
         Backend(torch.device("cpu"), torch.float32, ParallelGroup(0, 1)),
@@ -762,24 +780,25 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
         HostAdapters(slots, 0),
         AdapterFiles(str(folder), digest_adapter(folder)[1]),
     )
-    first, may_go_on = host.read(1, files), threading.Event()
-    first.result()
+    may_go_on = threading.Event()
     for _ in range(READERS):
         host._threads.submit(may_go_on.wait, 30)
-    second = host.read(2, files)
-    assert host.report() == [(1, READ)]
-    assert host.read(1, files) is first
-    states = PendingStates(AdapterStates, (), host.report)
+    host.read(1, files)
+    assert host.may_report
+    assert host.report() == []
+    reads = PendingReads(AdapterReads, (), lambda: host.report(20))
     may_go_on.set()
-    second.result()  # after a step was launched that tells of it
-    found = states.to_section()
-    assert isinstance(found, AdapterStates)
-    assert (found.numbers.tolist(), found.states.tolist()) == ([2], [READ])
-    assert host.read(2, files) is second
-    assert host.report() == [(1, DROP)]
-    assert {*host._kept} == {2}
-    third = host.read(3, files).result()  # in the memory of the first, which nothing reads
-    assert third is first.result()
+    found = reads.to_section()
+    assert isinstance(found, AdapterReads)
+    assert (found.numbers.tolist(), found.rooms.tolist()) == ([1], [1])
+    assert not host.may_report
+    first = host[1]
+    host.drop(1)
+    host.read(2, files)
+    assert host.report(20) == [(2, 1)]
+    assert host[2] is first  # in the memory of the first, which nothing reads
     other = HostAdapters(slots, 0)
     other.reserve(2)
-    assert torch.equal(other.read(1, files).result().memory, third.memory)
+    other.read(1, files)
+    assert other.report(20) == [(1, 1)]
+    assert torch.equal(other[1].memory, first.memory)

@@ -14,12 +14,13 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from aioinfer.features.kv_store.sections import KVMoves
 from aioinfer.features.kv_store.worker import Work
 from aioinfer.ipc.kv_files import BrokenFileError, KVFiles, list_common
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.read_tally import MAX_READS, ReadTally
+from aioinfer.ipc.read_tally import ADAPTERS, KV_BLOCKS, MAX_READS, ReadTally, StoreTally, Tally
 from aioinfer.scheduler.stored_blocks import Move
 from aioinfer.worker import kv_disk
 from aioinfer.worker.host_blocks import BlockCopies, make_host_blocks
@@ -206,8 +207,9 @@ def test_a_block_that_a_rank_lacks_is_on_no_disk(tmp_path: Path) -> None:
     assert [sorted(files.list(1)[0]) for files in ranks] == [names[1:3]] * 2
 
 
-def test_a_read_has_ended_when_it_has_on_every_rank() -> None:
-    tally = ReadTally(3)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_read_has_ended_when_it_has_on_every_rank(is_local: bool) -> None:
+    tally: Tally = ReadTally(3) if is_local else StoreTally(HashStore(), 1, 3)
     for number in (
         0,
         MAX_READS - 1,
@@ -215,11 +217,13 @@ def test_a_read_has_ended_when_it_has_on_every_rank() -> None:
         5 * MAX_READS,
     ):  # a record takes a former one's place
         for rank, count in enumerate((7, 5, 9)):
-            assert tally.fewest(number) is None
-            tally.record(rank, number, count)
-        assert tally.fewest(number) == 5
-        assert tally.fewest(number + 1) is None
-    tally.close()
+            assert tally.fewest(KV_BLOCKS, number) is None
+            tally.record(KV_BLOCKS, rank, number, count)
+        assert tally.fewest(KV_BLOCKS, number) == 5
+        assert tally.fewest(KV_BLOCKS, number + 1) is None
+        assert tally.fewest(ADAPTERS, number) is None
+    if isinstance(tally, ReadTally):
+        tally.close()
 
 
 def test_files_of_new_weights_are_not_those_of_the_old_ones(tmp_path: Path) -> None:

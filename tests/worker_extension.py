@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +55,17 @@ def identity_of(worker: Any) -> str:
     return str(worker._identify_kv().hex())
 
 
-def num_unreported_adapters(worker: Any) -> int:
-    """Returns how many adapters have begun to be read of which the end has not been reported."""
+def num_adapters(worker: Any) -> tuple[int, int]:
+    """Returns how many adapters memory of the host has, and how many of them are being read."""
     from aioinfer.features.adapters.worker import Work
 
-    return sum(len(each.host._unreported) for each in worker.runner.works.all if type(each) is Work)
+    (host,) = [each.host for each in worker.runner.works.all if type(each) is Work]
+    return len(host._kept), len(host._unreported)
+
+
+def limit_open_files(worker: Any, rank: int, count: int) -> int:
+    """Has a rank open no file with a number from `count` on. Returns the former limit."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if worker.rank == rank:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    return before

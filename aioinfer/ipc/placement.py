@@ -90,6 +90,11 @@ class RankSpec:
         return self.rank % math.prod(size for _, size in self.groups[1:])
 
     @property
+    def engine_size(self) -> int:
+        """The number of ranks of the engine; see `engine_rank`."""
+        return math.prod(size for name, size in self.groups if name != "dp")
+
+    @property
     def sends_results(self) -> bool:
         """Whether the results of this rank go back to the engine: only the first rank of the last
         stage sends them. The last stage samples, and all of its ranks sample the same."""

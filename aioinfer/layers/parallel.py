@@ -156,6 +156,7 @@ class ProcessGroups:
     Attributes:
         spec: the place of the rank.
         world: all ranks.
+        store: where they have found each other, if there are several.
         tokens: the ranks of `pp` once more, connected by themselves: messages of the last stage
             back to the first must not queue up behind hidden states.
     """
@@ -166,8 +167,9 @@ class ProcessGroups:
         groups: Mapping[str, ParallelGroup],
         world: ParallelGroup | None = None,
         tokens: ParallelGroup | None = None,
+        store: dist.Store | None = None,
     ):
-        self.spec = spec
+        self.spec, self.store = spec, store
         self.world = world or ParallelGroup.single()
         self.tokens = tokens or ParallelGroup.single()
         self._groups = {name: groups.get(name, ParallelGroup.single()) for name in GROUP_NAMES}
@@ -209,7 +211,7 @@ class ProcessGroups:
                     if back is not None:
                         tokens = ParallelGroup(ranks.index(spec.rank), size, device, back)
         world = ParallelGroup(spec.rank, spec.world_size, device)
-        return cls(spec, groups, world, tokens)
+        return cls(spec, groups, world, tokens, store)
 
     def __getitem__(self, name: str) -> ParallelGroup:
         """Returns the group of a name; one that the world has no axis for has one rank.

@@ -22,7 +22,7 @@ import torch
 from aioinfer.config import Config, ModelConfig
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.ipc.read_tally import ReadTally
+from aioinfer.ipc.read_tally import Tally
 from aioinfer.ipc.sections import I32, Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.extension import Extension
@@ -55,7 +55,7 @@ class Rank:
         identify_kv: returns 16 bytes that stand for all that a KV block depends on beside its
             tokens; called when the service begins, and when weights may have changed.
         place: of the rank in the world.
-        tally: of the KV blocks that the ranks of the engine read, if there are several.
+        tally: of what the ranks of the engine read, if there may be several.
     """
 
     model: CausalLM
@@ -68,7 +68,7 @@ class Rank:
     engine: int = 0
     identify_kv: Callable[[], bytes] = bytes
     place: RankSpec = field(default_factory=RankSpec)
-    tally: ReadTally | None = None
+    tally: Tally | None = None
 
     @property
     def uses_kernels(self) -> bool:

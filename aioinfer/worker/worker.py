@@ -19,7 +19,7 @@ import torch
 from aioinfer.config import Config
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
-from aioinfer.ipc.read_tally import ReadTally
+from aioinfer.ipc.read_tally import StoreTally, Tally
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.registry import load_model_config
 from aioinfer.worker.cache_check import CacheCheck, text_tokens
@@ -128,7 +128,7 @@ class Worker(CalledWorker):
         folder: Path,
         groups: ProcessGroups,
         engine: int = 0,
-        tally: ReadTally | None = None,
+        tally: Tally | None = None,
     ):
         """Selects the device; loads nothing yet.
 
@@ -138,15 +138,17 @@ class Worker(CalledWorker):
             groups: the ranks that this one computes with; `groups.tp` shares the layers, which are
                 divided among the stages of `groups.pp` in order.
             engine: the number of the engine that they belong to.
-            tally: of the KV blocks that its ranks read, if there are several.
+            tally: of what the ranks of this host read, if there may be several.
 
         Raises:
             ConfigError: `parallel.device` needs GPUs that are not there.
         """
         self._config = config
         self._folder = folder
-        self._engine, self._tally = engine, tally
         place = groups.spec
+        self._engine, self._tally = engine, tally
+        if groups.store is not None and not place.is_local:
+            self._tally = StoreTally(groups.store, engine, place.engine_size)
         self.rank = place.engine_rank
         self._world_size = place.world_size
         self.device = select_device(

@@ -33,7 +33,7 @@ class WorkerSpec:
         rendezvous: where the ranks of this host find each other.
         stacks: where this rank writes its stacks when it is asked for them.
         masks: where the engine writes which tokens constrained rows may sample.
-        tally: where the ranks of this host record which KV blocks they have read.
+        tally: where the ranks of this host record what they have read.
         engine: the number of the engine that the rank belongs to.
         visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
             None for the GPUs that its parent sees.

@@ -1,10 +1,11 @@
-"""Planning half of adapters: which adapter is in which slot of the workers.
+"""Planning half of adapters: which adapters are in memory of the workers' hosts, and in which slot.
 
 A request waits in the queue until its adapter is in a slot, and others go before it. The adapter is
-read into memory of the host as soon as the request waits, in a thread of the workers; then it takes
-a free slot, or that of an adapter that no running request has, the one that was used least
-recently. Memory of the host is bounded: an adapter that is not there any more is read again once
-there is a slot for it. Where nothing runs, plans without rows begin to read and ask for the end.
+read into memory of the host as soon as the request waits, in a thread of the workers; once all of
+them have read it, it takes a free slot, or that of an adapter that no running request has, the one
+that was used least recently. Memory of the host is bounded: where there is no room, the adapter
+goes that was used least recently, of those that no request waits for. Where nothing runs, plans
+without rows begin to read and ask for the end.
 
 If running requests have all slots, the adapter with the fewest of them gets no request that comes
 from then on until the request that waits has had its turn: its slot is for that request. Requests
@@ -24,11 +25,10 @@ from weakref import WeakSet
 from aioinfer.errors import GenerationError
 from aioinfer.features.adapters.sections import (
     DROP,
-    FAILED,
     READ,
     AdapterChanges,
     AdapterFiles,
-    AdapterStates,
+    AdapterReads,
     Change,
 )
 from aioinfer.ipc.sections import Section
@@ -36,8 +36,6 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest, Variant
 from aioinfer.scheduler.request import Request, RequestStatus, Use
 
-#: The state of an adapter that is being read.
-_READING = 0
 #: Adapters that workers are to read at a time, at most: more than they have threads, since the next
 #: ones begin behind a step, and one with long prompts takes as long as several reads.
 _MAX_READING = 16
@@ -123,7 +121,7 @@ class Planning(StepFeature):
     """See `StepFeature`."""
 
     name = "adapters"
-    reports = AdapterStates
+    reports = AdapterReads
 
     def __init__(self, host: Any):
         super().__init__(host)
@@ -136,7 +134,10 @@ class Planning(StepFeature):
         self._awaits = False  # whether the plan is posted to hear what has been read
         self._removed: WeakSet[Adapter] = WeakSet()
         self._wanted: dict[int, Adapter] = {}  # adapters that are to be read
-        self._states: dict[int, int] = {}  # of others: `_READING`, `READ` or `FAILED`
+        self._reading = dict[int, None]()
+        self._read = dict[int, None]()  # in the order of their last use
+        self._failed: set[int] = set()  # of which a rank has found that it cannot read them
+        self._room = 1  # for adapters in memory of the host beside those that are being read
         self._num_expected = 0  # requests that have begun to wait
         self._turn: _Turn | None = None
 
@@ -150,19 +151,22 @@ class Planning(StepFeature):
         """See `StepFeature.expect`."""
         self._num_expected += 1
         use.order = self._num_expected
-        if self._place_of(use.adapter.number) is None:
-            self._want(use.adapter)
+        number = use.adapter.number
+        known = (self._read, self._reading, self._failed)
+        if self._place_of(number) is None and not any(number in each for each in known):
+            self._wanted[number] = use.adapter
+            self._begin_reading()
 
     def needs_step(self, *, is_idle: bool) -> bool:
         """See `StepFeature.needs_step`."""
-        self._awaits = is_idle and _READING in self._states.values()
+        self._awaits = is_idle and bool(self._reading)
         return self._awaits or bool(self._changes)
 
     def holds(self, request: Request, use: Any) -> bool:
         """See `StepFeature.holds`."""
         adapter: Adapter = use.adapter
         number = adapter.number
-        if self._states.get(number) == FAILED:
+        if number in self._failed:
             self._fail(request, adapter)
             return True
         place = self._place_of(number)
@@ -191,6 +195,12 @@ class Planning(StepFeature):
         """See `StepFeature.admit`."""
         self._admitted.append((request.slot, use.place))
 
+    def _waiting(self) -> set[int]:
+        """Returns the adapters of requests that are not running."""
+        requests = self.host.scheduler().requests()
+        found = (each.use(AdapterUse) for each in requests if each.slot < 0)
+        return {use.adapter.number for use in found if use is not None}
+
     def _running(self) -> Iterator[AdapterUse]:
         """Yields the adapters of the running requests that have one."""
         found = (request.use(AdapterUse) for request in self.host.scheduler().running)
@@ -218,27 +228,44 @@ class Planning(StepFeature):
         place = self._free_place(request, use)
         if place is None:
             return None
-        if self._states.get(number) != READ:
-            self._want(adapter)
+        if number not in self._read:
+            if number not in self._reading and len(self._reading) < _MAX_READING:
+                if self._is_full:
+                    self._drop(next(iter(self._read)))
+                self._begin_to_read(adapter)
             return None
+        self._read[number] = self._read.pop(number)
         is_ready = is_alone or self._enters_beside
         self._slots[place] = _Slot(number, self._plan, self._plan + (not is_ready))
         self._changes.append(Change(number, place, is_ready, adapter.files))
         return place
 
-    def _want(self, adapter: Adapter) -> None:
-        """Has an adapter read that is not there, unless that is impossible."""
-        if adapter.number not in self._states:
-            self._wanted[adapter.number] = adapter
-            self._begin_reading()
-
     def _begin_reading(self) -> None:
-        """Has wanted adapters read, in the order of their requests, a few at a time: each takes
-        memory of the host until it has been used."""
-        while self._wanted and [*self._states.values()].count(_READING) < _MAX_READING:
-            number = next(iter(self._wanted))
-            self._states[number] = _READING
-            self._changes.append(Change(number, READ, files=self._wanted.pop(number).files))
+        """Has wanted adapters read, in the order of their requests, a few at a time."""
+        while self._wanted and len(self._reading) < _MAX_READING:
+            if self._is_full:
+                waiting = self._waiting()
+                unused = next((each for each in self._read if each not in waiting), None)
+                if unused is None:
+                    return
+                self._drop(unused)
+            self._begin_to_read(next(iter(self._wanted.values())))
+
+    def _begin_to_read(self, adapter: Adapter) -> None:
+        self._wanted.pop(adapter.number, None)
+        self._reading[adapter.number] = None
+        self._changes.append(Change(adapter.number, READ, files=adapter.files))
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether an adapter has to go from memory of the host before another one is read."""
+        return len(self._read) + len(self._reading) >= self._room + _MAX_READING
+
+    def _drop(self, number: int) -> None:
+        """Lets memory of the host forget an adapter."""
+        self._read.pop(number, None)
+        self._reading.pop(number, None)
+        self._changes.append(Change(number, DROP))
 
     def _free_place(self, request: Request, use: AdapterUse) -> int | None:
         """Returns the slot whose adapter was used least recently, of those that no running request
@@ -289,26 +316,18 @@ class Planning(StepFeature):
         return section
 
     def take_report(self, section: Section) -> None:
-        """See `StepFeature.take_report`. Requests whose step has waited for an adapter that cannot
-        be read run by now."""
-        assert isinstance(section, AdapterStates)
-        for number, state in zip(section.numbers.tolist(), section.states.tolist(), strict=True):
-            self._states.pop(number, None)
-            if state != DROP:
-                self._states[number] = state
-            if state == FAILED:
-                for request in self.host.scheduler().running:
-                    use = request.use(AdapterUse)
-                    if use is not None and use.adapter.number == number:
-                        self._fail(request, use.adapter)
-                self._empty(number)
+        """See `StepFeature.take_report`."""
+        assert isinstance(section, AdapterReads)
+        for number, room in zip(section.numbers.tolist(), section.rooms.tolist(), strict=True):
+            if number not in self._reading:  # it was forgotten meanwhile
+                continue
+            del self._reading[number]
+            if room:
+                self._read[number], self._room = None, room
+            else:
+                self._failed.add(number)
+                self._drop(number)
         self._begin_reading()
-
-    def _empty(self, number: int) -> None:
-        """Lets the slot of an adapter hold none."""
-        place = self._place_of(number)
-        if place is not None:
-            self._slots[place].number = -1
 
     def drop(self, request: Request) -> None:
         """See `StepFeature.drop`."""
@@ -322,15 +341,15 @@ class Planning(StepFeature):
         self._removed.add(adapter)
         number = adapter.number
         self._wanted.pop(number, None)
-        self._states.pop(number, None)
+        self._failed.discard(number)
         place = self._place_of(number)
-        if place not in {use.place for use in self._running()}:
-            self._empty(number)
-        self._changes.append(Change(number, DROP))
+        if place is not None and place not in {use.place for use in self._running()}:
+            self._slots[place].number = -1
+        self._drop(number)
 
     def restart(self) -> None:
         """See `StepFeature.restart`: new workers have no adapters."""
         self._slots = [_Slot(ready=self._plan) for _ in self._slots]
         self._changes, self._admitted, self._turn = [], [], None
-        self._wanted.clear()
-        self._states.clear()
+        for each in (self._wanted, self._reading, self._read, self._failed):
+            each.clear()

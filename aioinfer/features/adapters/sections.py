@@ -11,14 +11,9 @@ import numpy as np
 
 from aioinfer.ipc.sections import I32, Section, array
 
-#: In the place of a slot: the adapter is to be read into memory of the host. As a state: it is
-#: there.
-READ = -1
-#: In the place of a slot: the host's memory need not have the adapter any more. As a state: it does
-#: not.
-DROP = -2
-#: As a state: the adapter cannot be read.
-FAILED = -3
+#: In the place of a slot: the adapter is to be read into memory of the host, or it need not be
+#: there any more.
+READ, DROP = -1, -2
 
 
 class AdapterFiles(NamedTuple):
@@ -86,13 +81,14 @@ class AdapterChanges(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterStates(Section):
-    """What has become of adapters since the last report, in the order of the events.
+class AdapterReads(Section):
+    """The reads of adapters that have ended on all ranks since the last report.
 
     Attributes:
-        numbers: int32 [A].
-        states: int32 [A], `READ`, `DROP` or `FAILED`.
+        numbers: int32 [A], of the adapters.
+        rooms: int32 [A], for how many adapters each rank has memory of the host beside those that
+            are being read; 0 where a rank cannot read this one.
     """
 
     numbers: I32 = array(np.int32)
-    states: I32 = array(np.int32)
+    rooms: I32 = array(np.int32)

@@ -1,37 +1,42 @@
 """Worker half of adapters: reads them into memory of the host, in threads, and puts them into the
 slots of the device.
 
-The host keeps what was used most recently, up to `LoraConfig.host_bytes`, each adapter in the form
-of a slot. It enters one on a stream of its own: by a copy to the device beside the steps before,
-and then into its slot once they are over, for which later steps wait. Memory of an adapter that is
-forgotten is used again: pinned memory is hardly allocated beside steps, and not by torch, whose
-allocator rounds an adapter up to a power of two.
+The host has each adapter in the form of a slot. All ranks have the same ones, as the engine says:
+an adapter enters a slot once all have read it, so that none computes without it what others compute
+with it. It enters on a stream of its own: by a copy to the device beside the steps before, and then
+into its slot once they are over, for which later steps wait. Memory of an adapter that is dropped
+is used again: pinned memory is hardly allocated beside steps, and not by torch, whose allocator
+rounds an adapter up to a power of two.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from torch.distributed import HashStore
 
 from aioinfer.config import Config
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.reading import AdapterReader, PackedAdapter
 from aioinfer.features.adapters.sections import (
     DROP,
-    FAILED,
     READ,
     AdapterChanges,
     AdapterFiles,
-    AdapterStates,
+    AdapterReads,
 )
+from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.read_tally import ADAPTERS, StoreTally, Tally
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
@@ -44,32 +49,44 @@ READERS = 8
 #: A plan without rows waits so long for an adapter that is being read, and not longer: plans behind
 #: it wait as well.
 _MAX_WAIT_S = 0.02
+#: How often the rank that reports looks meanwhile whether all have read.
+_LOOK_S = 0.001
 
 
 class HostAdapters:
-    """The adapters in memory of the host.
+    """The adapters in memory of the host: those that the engine says, the same on all ranks.
 
     Args:
         slots: whose form they have.
-        max_bytes: of all that are not on their way into a slot; the least recently used go first.
+        max_bytes: for adapters beside those that are being read.
+        place: of the rank.
+        tally: of the reads of the engine's ranks, if there may be several.
     """
 
-    def __init__(self, slots: AdapterSlots, max_bytes: int):
-        self._slots, self._most = slots, max(1, max_bytes // slots.slot_bytes)
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        max_bytes: int,
+        place: RankSpec | None = None,
+        tally: Tally | None = None,
+    ):
+        self._slots, self._room = slots, max(1, max_bytes // slots.slot_bytes)
+        self._place = place or RankSpec()
+        self._tally = tally or StoreTally(HashStore(), 0, 1)
         self._reader = AdapterReader(slots)
         # an adapter is many small matrices, for which threads of PyTorch would wait for each other
         self._threads = ThreadPoolExecutor(READERS, "adapters", torch.set_num_threads, (1,))
-        self._lock = threading.Lock()  # of the next three: results of steps are read in a thread
-        self._kept: OrderedDict[int, Future[PackedAdapter]] = OrderedDict()
-        self._unreported: dict[int, Future[PackedAdapter]] = {}
-        self._dropped: list[int] = []  # since the last report
+        self._lock = threading.Lock()  # of the next two: results of steps are read in a thread
+        self._kept: dict[int, Future[PackedAdapter]] = {}
+        self._unreported: dict[int, int] = {}  # the number of each read, where one reports
+        self._num_reads = 0
         self._free: deque[PackedAdapter] = deque()
         device = slots.backend.device
         self._pinned = PinnedMemory(device) if device.type == "cuda" else None
 
     def reserve(self, count: int) -> None:
-        """Allocates memory for so many adapters, as far as they may be kept."""
-        memory = self._allocate(min(count, self._most))
+        """Allocates memory for so many adapters, as far as there is room."""
+        memory = self._allocate(min(count, self._room))
         self._free.extend(PackedAdapter(each) for each in memory.unbind())
 
     def _allocate(self, count: int) -> torch.Tensor:
@@ -79,25 +96,27 @@ class HostAdapters:
             return torch.zeros(shape, dtype=dtype)
         return self._pinned.allocate(count * self._slots.slot_bytes).view(dtype).view(shape)
 
-    def read(self, number: int, files: AdapterFiles) -> Future[PackedAdapter]:
-        """Begins to read an adapter that is not there, and returns it."""
+    def read(self, number: int, files: AdapterFiles) -> None:
+        """Begins to read an adapter; `report` tells what becomes of it."""
+        read, self._num_reads = self._num_reads, self._num_reads + 1
+        reading = self._threads.submit(self._read, files)
         with self._lock:
-            if number not in self._kept:
-                self._kept[number] = self._threads.submit(self._read, files)
-                self._unreported[number] = self._kept[number]
-            self._kept.move_to_end(number)
-            self._shrink(number)
-            return self._kept[number]
+            self._kept[number] = reading
+            if self._place.sends_results:
+                self._unreported[number] = read
+        reading.add_done_callback(partial(self._record, number, read))
+
+    def __getitem__(self, number: int) -> PackedAdapter:
+        """An adapter whose read was reported."""
+        return self._kept[number].result()
 
     def drop(self, number: int) -> None:
-        """Forgets an adapter."""
+        """Forgets an adapter, if it is there."""
         with self._lock:
-            self._drop(number)
-
-    def _drop(self, number: int) -> None:
-        if (dropped := self._kept.pop(number, None)) is not None:
+            dropped = self._kept.pop(number, None)
+            self._unreported.pop(number, None)
+        if dropped is not None:
             dropped.add_done_callback(self._free_memory)
-        self._unreported.pop(number, None)
 
     def _read(self, files: AdapterFiles) -> PackedAdapter:
         packed = self._take_memory()
@@ -107,6 +126,16 @@ class HostAdapters:
             self._free.append(packed)
             raise
         return packed
+
+    def _record(self, number: int, read: int, reading: Future[PackedAdapter]) -> None:
+        """Records what has become of a read on this rank, unless it was dropped meanwhile: other
+        reads may have its place among the records by now."""
+        if (error := reading.exception()) is not None:
+            _log.error("an adapter cannot be read: %s", error)
+        with self._lock:
+            if self._kept.get(number) is reading:
+                room = 0 if error is not None else self._room
+                self._tally.record(ADAPTERS, self._place.engine_rank, read, room)
 
     def _take_memory(self) -> PackedAdapter:
         """Returns memory for an adapter that no copy reads any more."""
@@ -123,48 +152,33 @@ class HostAdapters:
         if ended.exception() is None:
             self._free.append(ended.result())
 
-    def _shrink(self, used: int) -> None:
-        """Forgets what is too much, but not `used`."""
-        done = [n for n, future in self._kept.items() if future.done() and n != used]
-        for number in done[: max(0, len(self._kept) - self._most)]:
-            if number not in self._unreported:
-                self._drop(number)
-                self._dropped.append(number)
-
-    def await_read(self, max_wait_s: float) -> None:
-        """Waits so long for an adapter that is being read, if there are some."""
-        with self._lock:
-            reading = [*self._unreported.values()]
-        if reading:
-            wait(reading, max_wait_s, "FIRST_COMPLETED")
-
     @property
     def may_report(self) -> bool:
-        """Whether something becomes of an adapter that has not been reported."""
-        return bool(self._unreported or self._dropped)
+        """Whether adapters are being read that `report` will tell of."""
+        return bool(self._unreported)
 
-    def report(self) -> list[tuple[int, int]]:
-        """Returns what has become of adapters since the last call, as `AdapterStates` has it."""
-        with self._lock:
-            found = [(number, DROP) for number in self._dropped]
-            self._dropped = []
-            ended = [(n, future) for n, future in self._unreported.items() if future.done()]
-            for number, future in ended:
-                del self._unreported[number]
-                if (error := future.exception()) is not None:
-                    _log.error("an adapter cannot be read: %s", error)
-                    self._kept.pop(number, None)
-                found.append((number, READ if error is None else FAILED))
-            return found
+    def report(self, max_wait_s: float = 0.0) -> list[tuple[int, int]]:
+        """Returns the reads that have ended on all ranks since the last call, as `AdapterReads` has
+        them. Waits so long for one."""
+        until = time.monotonic() + max_wait_s
+        while True:
+            with self._lock:
+                rooms = {n: self._tally.fewest(ADAPTERS, r) for n, r in self._unreported.items()}
+                ended = [(number, room) for number, room in rooms.items() if room is not None]
+                for number, _ in ended:
+                    del self._unreported[number]
+            if ended or not self._unreported or time.monotonic() >= until:
+                return ended
+            time.sleep(_LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
-class PendingStates(PendingSection):
-    """What has become of adapters by the time at which a step is over, and not when it is launched:
+class PendingReads(PendingSection):
+    """The reads that have ended by the time at which a step is over, and not when it is launched:
     that is a step or two before.
 
     Attributes:
-        report: `HostAdapters.report`.
+        report: returns them, as `AdapterReads` has them.
     """
 
     report: Callable[[], Sequence[tuple[int, int]]]
@@ -175,7 +189,7 @@ class PendingStates(PendingSection):
 
     def to_section(self) -> Section:
         """See `PendingSection.to_section`."""
-        return AdapterStates(*np.array(self.report(), np.int32).reshape(-1, 2).T.copy())
+        return AdapterReads(*np.array(self.report(), np.int32).reshape(-1, 2).T.copy())
 
 
 class Work(WorkerFeature):
@@ -193,11 +207,10 @@ class Work(WorkerFeature):
             return
         self._adapters = adapters
         self._of_slots = np.zeros(len(rank.slots.tokens), np.int32)
-        self.host = HostAdapters(adapters, rank.config.lora.host_bytes)
+        self.host = HostAdapters(adapters, rank.config.lora.host_bytes, rank.place, rank.tally)
         self._copies = torch.cuda.Stream(rank.device) if rank.device.type == "cuda" else None
         self._entering: list[torch.cuda.Event] = []
-        self._serves = False
-        self._reports = rank.links is None or rank.links.is_last
+        self._serves = self._awaits = False
 
     @classmethod
     def extend_layers(cls, config: Config, backend: Backend) -> AdapterSlots | None:
@@ -216,8 +229,6 @@ class Work(WorkerFeature):
         for entered in self._entering:  # with an earlier plan
             torch.cuda.current_stream().wait_event(entered)
         self._entering = []
-        if not self._reports:
-            self.host.report()  # what has not been reported is never forgotten
         changes, adapters = plan.section(AdapterChanges), self._adapters
         admitted = plan.admissions.records["slot"]
         before = self._of_slots[admitted]
@@ -225,8 +236,7 @@ class Work(WorkerFeature):
         if changes is not None:
             self._take(changes)
             self._of_slots[changes.rows] = changes.adapters + 1
-            if not len(plan.slots):
-                self.host.await_read(_MAX_WAIT_S)
+        self._awaits = changes is not None and not len(plan.slots)
         if (self._of_slots[admitted] != before).any():
             adapters.of_slots.copy_(self.rank.upload(self._of_slots))
         adapters.is_active = bool(self._of_slots[plan.slots].any())
@@ -237,19 +247,13 @@ class Work(WorkerFeature):
         for number, slot, waits in zip(*(each.tolist() for each in columns), strict=True):
             if slot == DROP:
                 self.host.drop(number)
-                continue
-            reading = self.host.read(number, files[number])
-            if slot != READ:
-                self._enter(slot, reading, waits=bool(waits))
+            elif slot == READ:
+                self.host.read(number, files[number])
+            else:
+                self._enter(slot, self.host[number], waits=bool(waits))
 
-    def _enter(self, slot: int, reading: Future[PackedAdapter], *, waits: bool) -> None:
-        """Puts an adapter into a slot, once it has been read; one that cannot be read leaves a slot
-        that adds nothing."""
-        try:
-            packed = reading.result()
-        except Exception:  # `report` tells of it
-            self._adapters.ranks[slot] = 0
-            return
+    def _enter(self, slot: int, packed: PackedAdapter, *, waits: bool) -> None:
+        """Puts an adapter into a slot."""
         if self._copies is None:
             self._adapters.enter(slot, packed.memory, packed.rank)
             return
@@ -263,7 +267,8 @@ class Work(WorkerFeature):
             self._entering.append(entered)
 
     def read_step(self, step_id: int) -> PendingSection | None:
-        """Returns what has become of adapters since the step before."""
+        """See `WorkerFeature.read_step`."""
         if not self._serves or not self.host.may_report:
             return None
-        return PendingStates(AdapterStates, (), self.host.report)
+        max_wait_s = _MAX_WAIT_S if self._awaits else 0.0
+        return PendingReads(AdapterReads, (), partial(self.host.report, max_wait_s))

@@ -18,6 +18,7 @@ from aioinfer.features.kv_store.sections import KVLoaded, KVMoves
 from aioinfer.ipc.kv_files import KVFiles
 from aioinfer.ipc.peer_link import read_key
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.read_tally import KV_BLOCKS
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.kv_connector import DiskConnector as DiskPlanning
 from aioinfer.scheduler.peer_connector import PeerConnector as PeerPlanning
@@ -196,7 +197,7 @@ class Work(WorkerFeature):
                     self._end_read(ticket, count)
             tally, ended = self.rank.tally, []
             for ticket, read in self._tallied.items():
-                fewest = None if tally is None else tally.fewest(read.number)
+                fewest = None if tally is None else tally.fewest(KV_BLOCKS, read.number)
                 if fewest is not None:
                     ended.append((ticket, fewest))
             for ticket, _ in ended:
@@ -216,7 +217,7 @@ class Work(WorkerFeature):
         if self.rank.tally is None:
             self._read.append((ticket, count))
             return
-        self.rank.tally.record(self.rank.place.engine_rank, read.number, count)
+        self.rank.tally.record(KV_BLOCKS, self.rank.place.engine_rank, read.number, count)
         if self.rank.place.sends_results:
             self._tallied[ticket] = read
 
