@@ -52,6 +52,7 @@ def test_ranks_are_numbered_in_each_engine_of_a_world() -> None:
     groups = (("dp", 2), ("tp", 2))
     places = [RankSpec(rank, 4, rank % 2, groups=groups) for rank in range(4)]
     assert [place.engine_rank for place in places] == [0, 1, 0, 1]
+    assert {place.engine_size for place in places} == {2}
     assert [place.sends_results for place in places] == [True, False, True, False]
     assert RankSpec(3, 4, groups=(("pp", 2), ("tp", 2))).engine_rank == 3
 

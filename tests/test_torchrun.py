@@ -24,6 +24,7 @@ import pytest
 from aioinfer.errors import ConfigError
 from aioinfer.executor.torchrun import torchrun_place
 from aioinfer.executor.torchrun_hosts import config_digest
+from tests.adapter_files import write_adapter
 from tests.executor_runs import PROMPT, tiny_config, tiny_llama
 from tests.tiny_models import tiny_model
 
@@ -43,12 +44,14 @@ SETTINGS = {
 SCRIPT = """
     import os, sys
     from aioinfer import LLM, SamplingParams
-    print("begin of rank", os.environ.get("RANK", "none"), flush=True)
+    def say(text):
+        os.write(1, f"{{text}}\\n".encode())  # as a whole, for lines of several ranks
+    say("begin of rank " + os.environ.get("RANK", "none"))
     def main():
         with LLM(sys.argv[1], settings={settings}, progress=False) as llm:
-            params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-            print(llm.generate([{prompt}], params)[0].token_ids, flush=True)
-        print("end of rank", os.environ.get("RANK", "none"), flush=True)
+            params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, adapter={adapter})
+            say(llm.generate([{prompt}], params)[0].token_ids)
+        say("end of rank " + os.environ.get("RANK", "none"))
     main()
 """
 
@@ -77,10 +80,16 @@ def start(*arguments: Any, options: Sequence[str] = ONE_HOST) -> subprocess.Pope
     )
 
 
-def run_alone(script: Path, folder: Path) -> list[str]:
+def write_script(script: Path, settings: dict[str, Any]) -> None:
+    """Writes a script whose request has the adapter of the settings, if there is one."""
+    adapter = repr(next(iter(settings.get("lora.adapters", ())), None))
+    text = textwrap.dedent(SCRIPT)
+    script.write_text(text.format(settings=settings, prompt=PROMPT, adapter=adapter))
+
+
+def run_alone(script: Path, folder: Path, **settings: Any) -> list[str]:
     """Returns what the script says in one process."""
-    alone = SETTINGS | {"parallel.tensor_parallel_size": 1}
-    script.write_text(textwrap.dedent(SCRIPT).format(settings=alone, prompt=PROMPT))
+    write_script(script, SETTINGS | {"parallel.tensor_parallel_size": 1} | settings)
     return subprocess.run(
         [sys.executable, script, folder], capture_output=True, text=True, check=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -91,7 +100,7 @@ def test_a_script_of_two_ranks(tmp_path: Path, folder: Path) -> None:
     """The first goes on behind `LLM`, the other does not; the tokens are those of one worker."""
     script = tmp_path / "script.py"
     single = run_alone(script, folder)
-    script.write_text(textwrap.dedent(SCRIPT).format(settings=SETTINGS, prompt=PROMPT))
+    write_script(script, SETTINGS)
     before = meeting_places()
     process = start(script, folder)
     output, errors = process.communicate(timeout=120)
@@ -191,12 +200,15 @@ def end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 @pytest.mark.extended
 def test_a_script_on_two_hosts(tmp_path: Path) -> None:
-    """Stages on two hosts, each of two ranks: the tokens are those of one worker."""
+    """Stages on two hosts, each of two ranks, which all read an adapter: the tokens are those of
+    one worker."""
     folder = tiny_model("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
+    modules = {f"model.layers.{layer}.mlp.down_proj": (64, 96) for layer in range(2)}
+    write_adapter(tmp_path / "adapter", modules, rank=4, deviation=1.0)
+    lora = {"lora.adapters": {"one": str(tmp_path / "adapter")}}
     script = tmp_path / "script.py"
-    single = run_alone(script, folder)
-    staged = SETTINGS | {"parallel.pipeline_parallel_size": 2}
-    script.write_text(textwrap.dedent(SCRIPT).format(settings=staged, prompt=PROMPT))
+    single = run_alone(script, folder, **lora)
+    write_script(script, SETTINGS | lora | {"parallel.pipeline_parallel_size": 2})
     before = meeting_places()
     processes = start_two_hosts(2, script, folder)
     try:
