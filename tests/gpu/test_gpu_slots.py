@@ -18,8 +18,8 @@ from slot_cases import (
 )
 
 from aioinfer.worker.adjustments import adjust_logits
-from aioinfer.worker.gpu_device import Staging
 from aioinfer.worker.slots import SamplingRows, Slots
+from aioinfer.worker.step_buffers import Staging
 
 GPU = torch.device("cuda")
 

@@ -11,8 +11,8 @@ import torch
 from aioinfer.ipc.plan import Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
-from aioinfer.worker.gpu_device import Staging
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_buffers import Staging
 from tests import plans
 
 VOCAB = 1300

@@ -13,8 +13,8 @@ from slot_cases import NONE, apply_with_kernels, kernels_agree, make_plan
 
 from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.gpu_device import Staging
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_buffers import Staging
 
 CPU = torch.device("cpu")
 
