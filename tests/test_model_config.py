@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.attention import head_shards
+from aioinfer.layers.attention_maker import head_shards
 from aioinfer.layers.mixture import MixtureShape, Routing
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.recurrence import DeltaNetShape

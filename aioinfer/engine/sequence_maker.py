@@ -231,12 +231,7 @@ class SequenceMaker:
         if prompt.source is not None:
             _check_source(params)
         group = ForkGroup() if params.num_sequences > 1 else None
-        if unknown := params.extra_args.keys() - self._extra_args:
-            known = ", ".join(sorted(self._extra_args)) or "none"
-            raise RequestError(
-                f"no feature of this server takes the argument {min(unknown)!r}; known are {known}",
-                param="vllm_xargs",
-            )
+        self._check_arguments(params)
         submitted = SubmittedRequest(
             params, tokens, constraint, self._model.vocab_size, self._model.hidden_size,
             self._config.max_num_batched_tokens, output.report_progress, prompt.variant,
@@ -272,6 +267,15 @@ class SequenceMaker:
             group.awaited = output.sequences[0].request.uses
         if params.beam_search is not None:
             self._make_beams(output, make_detokenizer)
+
+    def _check_arguments(self, params: SamplingParams) -> None:
+        """Raises `RequestError` for an argument that no feature takes."""
+        if unknown := params.extra_args.keys() - self._extra_args:
+            known = ", ".join(sorted(self._extra_args)) or "none"
+            raise RequestError(
+                f"no feature of this server takes the argument {min(unknown)!r}; known are {known}",
+                param="vllm_xargs",
+            )
 
     def _uses(self, submitted: SubmittedRequest, index: int) -> tuple[Use, ...]:
         found = (feature.use_of(submitted, index) for feature in self._features)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.attention import head_shards
+from aioinfer.layers.attention_maker import head_shards
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.layer import LayerCache, Mixer

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.ipc.kv_spec import SOURCE_PAGE, SourceSpec
-from aioinfer.layers.attention import head_shards
+from aioinfer.layers.attention_maker import head_shards
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm

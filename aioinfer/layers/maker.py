@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.attention import make_attention
+from aioinfer.layers.attention_maker import make_attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.bidirectional_attention import (
     make_bidirectional_attention,
@@ -88,7 +88,8 @@ def make_mixture(
     """
     routing = shape.routing
     placed = PlacedExperts(name, shape, make.backend)
-    sources = _local_sources(make, f"{name}.{names.experts}", shape, placed, names)
+    root = f"{name}.{names.experts}"
+    sources = _local_sources(make, root, shape, placed, names)
     is_gated = shape.is_stacked or bool(names.projections[0])
     takes_stacked = _takes_stacked(
         make.backend, shape, placed.channels, activation, is_gated=is_gated
@@ -102,12 +103,8 @@ def make_mixture(
     if shape.is_shared_gated:
         gate = SharedGate(f"{name}.{names.shared}_gate", make.hidden_size, make.backend)
     of_all = _shared_sources(make, name, shape, names) if shape.shared_size else []
-    stacks = (
-        f"{name}.{names.experts}.{names.stacked[0]}",
-        f"{name}.{names.experts}.{names.stacked[1]}",
-    )
-    extension = make.backend.extension
-    extended = None
+    stacks = f"{root}.{names.stacked[0]}", f"{root}.{names.stacked[1]}"
+    extended, extension = None, make.backend.extension
     if extension is not None:
         extended = extension.extend_experts(stacks, sources, placed, takes_stacked=takes_stacked)
     if takes_stacked and of_all and _is_alike(make, shape, sources[0], of_all):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.ipc.kv_spec import StateSpec
-from aioinfer.layers.attention import head_shards
+from aioinfer.layers.attention_maker import head_shards
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.convolution import Convolution, select_sampled
 from aioinfer.layers.layer import LayerCache, Mixer

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.layers.attention import Attention, QKNorms, head_shards
+from aioinfer.layers.attention import Attention, QKNorms
+from aioinfer.layers.attention_maker import head_shards
 from aioinfer.layers.kv_cache import AttentionShape
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.norm import RMSNorm

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-from aioinfer.layers.attention import _qkv_sources, alibi_slopes, head_shards
+from aioinfer.layers.attention_maker import _qkv_sources, alibi_slopes, head_shards
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard
 
