@@ -32,7 +32,7 @@ from aioinfer.api.logprobs import LOWEST, LikelyToken, formatted
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import PoolingDialect
 from aioinfer.api.openai.pooling_bodies import PoolingBody
-from aioinfer.api.prompts import encode_prompt
+from aioinfer.api.prompts import encode_prompts
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.engine.frontend import Frontend
@@ -69,7 +69,7 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
         "logit_bias": "",
     }  # fmt: skip
 
-    prompt: protocol.Prompts
+    prompt: protocol.MediaPrompts
     n_predict: protocol.Int32 | None = None
     repeat_penalty: float | None = None
     repeat_last_n: protocol.Int32 | None = None
@@ -140,8 +140,8 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
     token_field: ClassVar[str] = "content"
     ignored: ClassVar[Collection[str] | None] = ()
 
-    content: protocol.Prompts | None = None
-    input: protocol.Prompts | None = None
+    content: protocol.MediaPrompts | None = None
+    input: protocol.MediaPrompts | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
@@ -265,6 +265,7 @@ class LlamaProps(Struct, kw_only=True):
     model_alias: str
     model_path: str
     modalities: dict[str, bool]
+    media_marker: str = protocol.MEDIA_MARKER
     chat_template: str
     bos_token: str
     eos_token: str
@@ -302,12 +303,13 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 
 
 async def apply_template(request: web.Request, body: protocol.ChatRequest) -> web.Response:
-    """Returns the prompt that the chat template makes of a conversation, as text."""
+    """Returns the prompt that the chat template makes of a conversation, as text, with llama.cpp's
+    marker for each picture or sound."""
     frontend = frontend_of(request)
     messages, options = await template_messages(body.messages), protocol.template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
-    prompt = await frontend.render_chat(shown, tools=tools, **options)
+    prompt = await frontend.render_chat(shown, protocol.MEDIA_MARKER, tools=tools, **options)
     data = await asyncio.to_thread(encode, TemplateReply(prompt=prompt))
     return web.Response(body=data, content_type="application/json")
 
@@ -375,7 +377,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
         cls, frontend: Frontend, body: LlamaCompletion, use: ToolUse
     ) -> list[list[int]]:
         """See `TextDialect.encode`."""
-        return [await encode_prompt(frontend, prompt) for prompt in body.prompts()]
+        return await encode_prompts(frontend, body.prompts(), cls.text_field)
 
     async def decode(self) -> Generation:
         """See `Dialect.decode`."""
@@ -384,7 +386,13 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
         fields = body.sampling_fields() | {"logit_bias": await body.biases(frontend)}
         self._tokenizer = tokenizer = frontend.require_tokenizer("prompt")
         self._texts = await asyncio.to_thread(
-            lambda: [tokenizer.decode(prompt, False) for prompt in prompts]
+            lambda: [
+                # not thousands of placeholders
+                given.prompt_string
+                if isinstance(given, protocol.MediaPrompt)
+                else tokenizer.decode(prompt, False)
+                for given, prompt in zip(body.prompts(), prompts, strict=True)
+            ]
         )
         return self.generation(prompts, frontend.defaults.sampling_params(**fields))
 

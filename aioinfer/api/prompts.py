@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Literal, Protocol
 
 from aioinfer.api.messages import template_messages
 from aioinfer.api.protocol import (
+    MEDIA_MARKER,
     ChatRequest,
     CompletionRequest,
+    MediaPrompt,
     Prompt,
     SamplingBody,
     template_options,
@@ -16,15 +21,57 @@ from aioinfer.engine.chat_turn import encode_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError
+from aioinfer.media.source import MediaSource
 from aioinfer.text.message_parser import ToolUse
 
 #: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
 _JOINT = "☺"
 
 
+async def encode_prompts(
+    frontend: Frontend,
+    prompts: Sequence[Prompt],
+    field: str,
+    add_special_tokens: bool = True,
+    *,
+    max_tokens: int | None = None,
+) -> list[list[int]]:
+    """Returns the token ids of the prompts of a field, as `encode_prompt` does; of those with
+    pictures or sound a `PicturePrompt`."""
+    places = [field if len(prompts) == 1 else f"{field}[{index}]" for index in range(len(prompts))]
+    sources = [_sources(frontend, *each) for each in zip(prompts, places, strict=True)]
+    frontend.check_media(list(chain(*sources)))
+    found = []
+    for prompt, media in zip(prompts, sources, strict=True):
+        given = prompt.prompt_string if isinstance(prompt, MediaPrompt) else prompt
+        encode = partial(encode_prompt, frontend)
+        if media:
+            encode = partial(frontend.encode_media, media, MEDIA_MARKER)
+        found.append(await encode(given, add_special_tokens, max_tokens=max_tokens))
+    return found
+
+
+def _sources(frontend: Frontend, prompt: Prompt, place: str) -> list[MediaSource]:
+    """Returns the pictures or sounds of a prompt, whose place in the body is given. Raises
+    `RequestError` if the text has places for more or fewer."""
+    if not isinstance(prompt, MediaPrompt) or prompt.multimodal_data is None:
+        return []
+    files, places = prompt.multimodal_data, prompt.prompt_string.count(MEDIA_MARKER)
+    if places != len(files):
+        raise FieldError(
+            f"{place}.multimodal_data",
+            f"has {len(files)} files, and prompt_string {places} places ({MEDIA_MARKER})",
+        )
+    hears = "audio" in frontend.input_modalities
+    return [
+        MediaSource(f"{place}.multimodal_data[{index}]", data, is_base64=True, is_sound=hears)
+        for index, data in enumerate(files)
+    ]
+
+
 async def encode_prompt(
     frontend: Frontend,
-    prompt: Prompt,
+    prompt: str | Sequence[str | int],
     add_special_tokens: bool = True,
     *,
     max_tokens: int | None = None,
@@ -34,7 +81,8 @@ async def encode_prompt(
     if isinstance(prompt, str):
         return await frontend.encode(prompt, add_special_tokens, max_tokens=max_tokens)
     if str not in set(map(type, prompt)):
-        return list(prompt)  # type: ignore[arg-type]
+        # one with pictures stays one
+        return prompt if isinstance(prompt, list) else list(prompt)  # type: ignore[arg-type]
     ids: list[int] = []
     for index, part in enumerate(prompt):
         if isinstance(part, str):
@@ -51,10 +99,7 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
         return await _with_suffix(frontend, body, body.suffix)
     limit = max_uncut(body)
     specials = body.add_special_tokens is not False
-    ids = [
-        await encode_prompt(frontend, prompt, specials, max_tokens=limit)
-        for prompt in body.prompts()
-    ]
+    ids = await encode_prompts(frontend, body.prompts(), "prompt", specials, max_tokens=limit)
     if limit is None:
         return ids
     room = _room(frontend, body)
@@ -110,7 +155,7 @@ async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str)
         after = (await frontend.encode(_JOINT + suffix, False))[len(joint) :]
     else:
         after = await frontend.encode(suffix, False)
-    prompts = [await encode_prompt(frontend, prompt, False) for prompt in body.prompts()]
+    prompts = await encode_prompts(frontend, body.prompts(), "prompt", False)
     return [marks.arrange(prompt, after) for prompt in prompts]
 
 

@@ -45,8 +45,23 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 #: ids mixed in one prompt, or a list of several of these. A list with a number in it is one prompt;
 #: any other list holds a prompt in each place.
 Prompts = str | list[str | TokenId | list[str | TokenId]]
-#: One prompt: a text, token ids, or both in turn.
-Prompt = str | Sequence[str | int]
+#: Stands for a file in the text of a `MediaPrompt`. `/props` tells it; it is the one that llama.cpp
+#: had first, which some clients write without asking.
+MEDIA_MARKER = "<__media__>"
+
+
+class MediaPrompt(Struct, kw_only=True):
+    """llama.cpp's prompt with pictures or sound: `MEDIA_MARKER` stands in the text for each of the
+    files, base64. Without files, all of the text is text."""
+
+    prompt_string: str
+    multimodal_data: list[str] | None = None
+
+
+#: Prompts where they may have pictures and sound.
+MediaPrompts = str | MediaPrompt | list[str | TokenId | MediaPrompt | list[str | TokenId]]
+#: One prompt: a text, token ids, or both in turn; or one with pictures and sound.
+Prompt = str | Sequence[str | int] | MediaPrompt
 
 
 def is_single(given: Any) -> bool:
@@ -69,7 +84,9 @@ def check_prompts(given: Any, param: str) -> None:
         raise RequestError(f"the {param} is empty", param=param)
     if len(prompts) > MAX_PROMPTS:
         raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
-    if any(isinstance(each, list) and list in set(map(type, each)) for each in prompts):
+    if any(
+        isinstance(each, list) and {list, MediaPrompt} & set(map(type, each)) for each in prompts
+    ):
         raise FieldError(param, "with token ids may hold texts besides, and nothing else")
 
 

@@ -167,6 +167,7 @@ class PictureReader:
         #: whether the chat template reads contents that are lists alone
         self.wants_parts = _wants_parts(tokenizer)
         self._writes_marker = _writes(tokenizer, [{"type": "image"}], self._marker)
+        self._around = _around(tokenizer, format)
 
     def shutdown(self) -> None:
         """Drops work that has not begun. Does not wait."""
@@ -176,6 +177,12 @@ class PictureReader:
         """Returns where the pictures of a conversation come from, in their order. Raises
         `RequestError` for too many, and for those that the model does not read."""
         sources = [_source_of(part, place) for place, part in _picture_parts(messages)]
+        self.check(sources)
+        return sources
+
+    def check(self, sources: Sequence[MediaSource]) -> None:
+        """Raises `RequestError` for too many pictures, and for those that the model does not
+        read."""
         if len(sources) > self._config.max_pictures:
             raise FieldError(
                 sources[self._config.max_pictures].place,
@@ -185,12 +192,10 @@ class PictureReader:
         for source in sources:
             if source.is_sound != self._format.hears:
                 raise not_read(source)
-        return sources
 
-    async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedPicture]:
-        """Returns the pictures of a conversation, in their order. Raises `RequestError`, and
+    async def read(self, sources: Sequence[MediaSource]) -> list[ProcessedPicture]:
+        """Returns the pictures of a prompt, in their order. Raises `RequestError`, and
         `OverloadedError` where other requests have too many."""
-        sources = self.sources(messages)
         found, format = [], self._format.among(len(sources))
         for source in sources:  # one after the other: a request does not fill memory by itself
             if self.held_bytes >= _MAX_HELD_BYTES:
@@ -259,10 +264,17 @@ class PictureReader:
             found += self._format.text(picture, self._text_of), piece
         return "".join(found)
 
-    def mark(self, text: str, count: int, marker: str) -> str:
-        """Returns a rendered conversation as `expand`, with the model's marker alone for each of
-        its pictures."""
-        return self._marker.join(self._between(text, count, marker))
+    def expand_text(self, text: str, pictures: Sequence[ProcessedPicture], marker: str) -> str:
+        """Returns a text that no chat template has written as `expand` does, with what the template
+        writes around a picture, unless the text has that itself."""
+        mark = secrets.token_hex(16)
+        text = text.replace(marker.join(self._around), marker)
+        return self.expand(text.replace(marker, mark.join(self._around)), pictures, mark)
+
+    def mark(self, text: str, count: int, marker: str, shown: str) -> str:
+        """Returns a rendered conversation as `expand`, with `shown` for each of its pictures, and
+        for what the template writes around it: `expand_text` takes it."""
+        return shown.join(self._between(text, count, marker.join(self._around)))
 
     def _between(self, text: str, count: int, marker: str) -> list[str]:
         """Returns the texts before, between and behind so many pictures. Raises `RequestError`."""
@@ -282,7 +294,8 @@ class PictureReader:
         try:
             return PicturePrompt(*place_pictures(ids, pictures, self._format))
         except ValueError as error:
-            raise RequestError(f"the prompt's pictures cannot be placed: {error}") from error
+            message = f"the prompt's pictures cannot be placed: {error}"
+            raise RequestError(message, param="prompt") from error
 
 
 def _wants_parts(tokenizer: Tokenizer) -> bool:
@@ -290,6 +303,30 @@ def _wants_parts(tokenizer: Tokenizer) -> bool:
     probe = "probe of the template"
     part = {"type": "text", "text": probe}
     return not _writes(tokenizer, probe, probe) and _writes(tokenizer, [part], probe)
+
+
+def _around(tokenizer: Tokenizer, format: PictureFormat) -> tuple[str, str]:
+    """Returns the special tokens that the chat template writes right before and behind the marker
+    of a picture between texts, as their text."""
+    probe = "probe of the template"
+    text, part = {"type": "text", "text": probe}, {"type": "audio" if format.hears else "image"}
+    messages = for_template([{"role": "user", "content": [text, part, text]}])
+    try:
+        rendered = tokenizer.render_chat(messages).text if tokenizer.has_chat_template else ""
+    except RequestError:
+        return "", ""
+    ids = tokenizer.encode("".join(rendered.split(probe)[1:2]), False)
+    if format.marker_id not in ids:  # the picture may be elsewhere
+        return "", ""
+    start = at = ids.index(format.marker_id)
+    end = at + 1
+    while start and ids[start - 1] in tokenizer.special_ids:
+        start -= 1
+    while end < len(ids) and ids[end] in tokenizer.special_ids:
+        end += 1
+    parts = ids[start:at], ids[at + 1 : end]
+    before, behind = ("".join(map(tokenizer.special_text, part)) for part in parts)
+    return before, behind
 
 
 def _writes(tokenizer: Tokenizer, content: Any, text: str) -> bool:

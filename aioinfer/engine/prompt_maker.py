@@ -20,9 +20,10 @@ from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.engine.served_model import Pooling, ServedModel
 from aioinfer.engine.sources import SourcePrompt, text_prompt
 from aioinfer.engine.transcription import SpeechTokens, Transcriber
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.features.serving import ServingFeatures
 from aioinfer.features.token_states.planning import check_states
+from aioinfer.media.source import MediaSource
 from aioinfer.models.source import SourceFormat
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.constraints import CompiledConstraint
@@ -172,7 +173,7 @@ class PromptMaker:
             return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
         if reader is None:
             raise self._not_read(messages)
-        pictures = await reader.read(messages)
+        pictures = await reader.read(reader.sources(messages))
         messages, marker = reader.for_template(messages)
         try:
             ids = await self._encoder.encode_chat(
@@ -185,9 +186,41 @@ class PromptMaker:
         finally:
             pictures.clear()  # a thread or an error may refer to the list for longer
 
-    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Returns the prompt that the chat template makes of a conversation, as text: with the
-        model's marker for each picture, which is not read.
+    def check_media(self, sources: Sequence[MediaSource]) -> None:
+        """Raises `RequestError` for files of a request's prompts that are too many, or that the
+        model does not read."""
+        if self._pictures is not None:
+            self._pictures.check(sources)
+        elif sources:
+            name = self.config.served_model_names[0]
+            raise FieldError(sources[0].place, f"is a file, and the model {name!r} reads text")
+
+    async def encode_media(
+        self,
+        sources: Sequence[MediaSource],
+        marker: str,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Returns the token ids of a text in which a marker stands for each of some pictures or
+        sounds, which were checked: a `PicturePrompt`. Raises `RequestError`."""
+        reader = self._pictures
+        assert reader is not None
+        pictures = await reader.read(sources)
+        try:
+            text = await asyncio.to_thread(reader.expand_text, text, pictures, marker)
+            ids = await self.encode(text, add_special_tokens, max_tokens=max_tokens)
+            return reader.place(ids, pictures)
+        finally:
+            pictures.clear()  # as above
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], media_marker: str, **options: Any
+    ) -> str:
+        """Returns the prompt that the chat template makes of a conversation, as text: with a
+        marker for each picture, which is not read.
 
         Raises `RequestError`.
         """
@@ -195,7 +228,7 @@ class PromptMaker:
         if reader is not None:
             count = len(reader.sources(messages))
             messages, marker = reader.for_template(messages)
-            options["expand"] = lambda text: reader.mark(text, count, marker)
+            options["expand"] = lambda text: reader.mark(text, count, marker, media_marker)
         elif has_pictures(messages):
             raise self._not_read(messages)
         return (await asyncio.to_thread(tokenizer.render_chat, messages, **options)).text

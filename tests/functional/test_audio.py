@@ -309,13 +309,19 @@ async def test_a_conversation_has_sound(listening: tuple[Served, Any]) -> None:
     limits: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
         chat = await client.chat.completions.create(model="listening", messages=messages, **limits)
+        parts = messages[0]["content"]
+        items: Any = [p if "text" not in p else p | {"type": "input_text"} for p in parts]
+        response = await client.responses.create(
+            model="listening", input=[{"role": "user", "content": items}], temperature=0,
+            max_output_tokens=6,
+        )  # fmt: skip
     whole = await served.post(
         "/v1/chat/completions", messages=messages, return_token_ids=True, **limits
     )
     prompt, (choice,) = whole["prompt_token_ids"], whole["choices"]
     expected = await asyncio.to_thread(reference_output, model, "voxtral", prompt, [CLIP], 6)
     assert choice["token_ids"] == expected.tokens
-    assert chat.choices[0].message.content == choice["message"]["content"]
+    assert chat.choices[0].message.content == choice["message"]["content"] == response.output_text
     tokens = await served.post("/tokenize", messages=messages)
     (sound,) = (p["input_audio"] for p in messages[0]["content"] if p["type"] == "input_audio")
     by_url = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{sound['data']}"}}
@@ -323,6 +329,10 @@ async def test_a_conversation_has_sound(listening: tuple[Served, Any]) -> None:
     given = [{"role": "user", "content": same}]
     reply = await served.post("/v1/chat/completions", messages=given, **limits)
     assert reply["choices"][0]["message"] == choice["message"]
+    text = (await served.post("/apply-template", messages=messages))["prompt"]
+    given = {"prompt_string": text, "multimodal_data": [sound["data"]]}
+    reply = await served.post("/completion", prompt=given, temperature=0, n_predict=6)
+    assert reply["content"] == response.output_text
     assert chat.usage is not None
     assert tokens["count"] == len(prompt) == chat.usage.prompt_tokens
     async with served.http.get("/v1/models") as response:

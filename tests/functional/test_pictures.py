@@ -14,15 +14,18 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+import torch
 from PIL import Image
 
 from aioinfer.engine import pictures
 from tests.functional.conftest import Served, serve
 from tests.vision_models import (
+    IMAGE,
     as_file,
     as_url,
     conversation,
     picture,
+    reference_inputs,
     reference_output,
     save_model,
 )
@@ -101,6 +104,31 @@ async def test_each_api_gives_the_reference_s_text(
         "/api/generate", prompt=TEXT, images=[BASE64], options=limits, stream=False
     )
     assert ollama["response"] == answer
+    text = (await sighted.post("/apply-template", messages=messages))["prompt"]
+    assert "\n<__media__>" in text
+    texts = text, text.replace("<__media__>", "<|vision_start|><__media__><|vision_end|>")
+    prompts = [{"prompt_string": each, "multimodal_data": [BASE64]} for each in texts]
+    limits = {"temperature": 0, "n_predict": TOKENS}
+    *found, _ = await sighted.post("/completion", prompt=[*prompts, prompt], **limits)
+    for llama, each in zip(found, texts, strict=True):
+        assert (llama["content"], llama["prompt"]) == (answer, each)
+        assert llama["tokens_evaluated"] == len(prompt)
+
+
+async def test_an_embedding_has_the_picture(sighted: Served, model: tuple[Path, Any]) -> None:
+    messages = {"messages": conversation(PICTURE, TEXT), "add_generation_prompt": False}
+    ids = torch.tensor([(await sighted.post("/tokenize", **messages))["tokens"]])
+    with torch.inference_mode():
+        inputs = reference_inputs(NAME, [PICTURE]) | {"mm_token_type_ids": (ids == IMAGE).int()}
+        states = model[1].model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+    expected = torch.nn.functional.normalize(states[0, -1], dim=0).tolist()
+    reply = await sighted.post("/v1/embeddings", messages=messages["messages"])
+    assert reply["data"][0]["embedding"] == pytest.approx(expected, abs=1e-4)
+    given = {"prompt_string": (await sighted.post("/apply-template", **messages))["prompt"]}
+    content = [given | {"multimodal_data": [BASE64]}, given]
+    with_picture, text = await sighted.post("/embedding", content=content)
+    assert with_picture["embedding"] == [pytest.approx(expected, abs=1e-4)]
+    assert text["embedding"] != [pytest.approx(expected, abs=1e-4)]
 
 
 async def test_counts_of_tokens_are_exact(sighted: Served) -> None:
@@ -128,8 +156,9 @@ async def test_models_tell_what_they_read(sighted: Served, served: Served) -> No
         shown = await server.post("/api/show")
         assert ("vision" in shown["capabilities"]) == expected
         async with server.http.get("/props") as response:
-            modalities = (await response.json())["modalities"]
-        assert modalities == {"vision": expected, "audio": False}
+            props = await response.json()
+        assert props["modalities"] == {"vision": expected, "audio": False}
+        assert props["media_marker"] == "<__media__>"
 
 
 async def test_a_conversation_goes_on_with_a_stored_picture(sighted: Served) -> None:
@@ -155,15 +184,15 @@ async def test_texts_of_special_tokens_are_no_pictures(sighted: Served) -> None:
 async def test_a_template_is_applied_without_reading_pictures(
     template_reads: bool, sighted: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    around = ("<|vision_start|>", "<|vision_end|>") if template_reads else ("", "\n")
     if not template_reads:  # as InternVL's first ones, which know texts alone
         reader = sighted.frontend._pictures
         assert reader is not None
         monkeypatch.setattr(reader, "_writes_marker", False)
+        monkeypatch.setattr(reader, "_around", ("", ""))
         monkeypatch.setattr(type(reader._format), "behind", "\n")
     content = [image_url({"url": BROKEN}), {"type": "text", "text": "<|image_pad|>"}]
     reply = await sighted.post("/apply-template", messages=picture_first(content))
-    picture = "<|image_pad|>".join(around)
+    picture = "<__media__>" if template_reads else "<__media__>\n"
     assert f"<|im_start|>user\n{picture}<|image_pad|><|im_end|>\n" in reply["prompt"]
     many = picture_first([image_url({"url": BROKEN})] * 4)
     reply = await sighted.post("/apply-template", 400, messages=many)
@@ -187,6 +216,10 @@ def response_of(**fields: str) -> dict[str, Any]:
 
 def block(**source: str) -> dict[str, Any]:
     return {"max_tokens": 1, **chat_of({"type": "image", "source": source})}
+
+
+def llama_of(text: str, *files: Any, **others: Any) -> tuple[str, dict[str, Any]]:
+    return "/completion", {"prompt": {"prompt_string": text, "multimodal_data": files}} | others
 
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -245,6 +278,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         CHAT, {"messages": conversation(PICTURE), "truncate_prompt_tokens": 5},
         "truncate_prompt_tokens", "would cut",
     ),
+    "llama.cpp's file without a place": (
+        *llama_of("a", BASE64), "prompt.multimodal_data", "has 1 files, and prompt_string 0 places",
+    ),
+    "llama.cpp's places without files": (
+        *llama_of("<__media__><__media__>"), "prompt.multimodal_data", "0 files",
+    ),
+    "llama.cpp's data URL": (
+        *llama_of("<__media__>", URL), "prompt.multimodal_data[0]", "is not valid base64",
+    ),
+    "llama.cpp's broken picture": (
+        *llama_of("<__media__><__media__>", BASE64, BROKEN.partition(",")[2]),
+        "prompt.multimodal_data[1]", "is broken",
+    ),
+    "llama.cpp's placeholder beside a place": (
+        *llama_of("<|image_pad|><__media__>", BASE64), "prompt", "2 placeholder tokens stand for 1",
+    ),
+    "llama.cpp's bytes": (*llama_of("", 7), "prompt.multimodal_data[0]", "must be a string"),
+    "llama.cpp's prompt among token ids": (
+        "/completion", {"prompt": [7, {"prompt_string": "a"}]}, "prompt", "and nothing else",
+    ),
+    "too many for llama.cpp's prompts": (
+        "/embedding", {"content": [llama_of("<__media__>" * 2, "a", "a")[1]["prompt"]] * 2},
+        "content[1].multimodal_data[1]", "one too many",
+    ),
 }  # fmt: skip
 
 
@@ -267,10 +324,16 @@ async def test_models_refuse_what_they_do_not_read(sighted: Served, served: Serv
         (served, sound, "input_audio.data", "is a sound, and the model 'smollm2' hears none"),
         (sighted, sound, "input_audio.data", "is a sound, and the model hears none"),
     ):
-        for path in (CHAT, "/apply-template"):
+        for path in (CHAT, "/apply-template", "/v1/embeddings"):
             reply = await server.post(path, 400, messages=messages)
             assert reply["error"]["param"] == f"messages[0].content[1].{place}"
             assert message in reply["error"]["message"]
+    path, body = llama_of("<__media__>", BASE64)
+    error = (await served.post(path, 400, **body))["error"]
+    assert error["param"] == "prompt.multimodal_data[0]"
+    assert "'smollm2' reads text" in error["message"]
+    text = await served.post(path, prompt={"prompt_string": "<__media__>"}, n_predict=0)
+    assert text["prompt"] == "<__media__>"
 
 
 async def test_the_loop_is_not_held_up(sighted: Served) -> None:

@@ -25,7 +25,7 @@ from aioinfer.api.generation import Dialect, Generation
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai import pooling_bodies as bodies
-from aioinfer.api.prompts import cut, encode_prompt, max_uncut
+from aioinfer.api.prompts import cut, encode_prompts, max_uncut
 from aioinfer.api.protocol import Prompt
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pooled_prompts import join_texts, max_kept
@@ -102,11 +102,9 @@ class PoolingDialect(Dialect[B]):
         have no special tokens, and are not cut. Raises `RequestError`."""
         frontend, body = self.frontend, self.body
         longest, special = max_uncut(body), body.add_special_tokens is not False and not is_part
-        found = []
-        for each in inputs:
-            ids = await encode_prompt(frontend, each, special, max_tokens=longest)
-            found.append(ids if is_part else cut(frontend, body, ids, frontend.max_model_len))
-        return found
+        found = await encode_prompts(frontend, inputs, self.param, special, max_tokens=longest)
+        room = frontend.max_model_len
+        return found if is_part else [cut(frontend, body, ids, room) for ids in found]
 
     async def decode(self) -> Generation:
         """See `Dialect.decode`."""

@@ -12,7 +12,7 @@ import orjson
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
-from aioinfer.api.messages import TemplateContent, template_content
+from aioinfer.api.messages import AudioPart, InputAudio, TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, Length, SamplingFields, template_variables
 from aioinfer.api.structured_output import schema_grammar
@@ -52,11 +52,13 @@ Text = str | UnsetType | None
 
 
 class Part(Struct, kw_only=True):
-    """A part of an item's content: text, or a picture by its URL. `detail` has no effect."""
+    """A part of an item's content: text, a picture by its URL, or a clip of sound. `detail` has no
+    effect."""
 
     type: str
     text: Text = UNSET
     image_url: Text = UNSET
+    input_audio: InputAudio | UnsetType | None = UNSET
     detail: Text = UNSET
     refusal: Text = UNSET
     annotations: list[Any] | UnsetType | None = UNSET
@@ -411,6 +413,11 @@ def _parts(content: Content, kind: str, place: str) -> list[Part]:
                 )
             found.append(Part(type="input_image", image_url=part.image_url, detail="auto"))
             continue
+        if part.type == "input_audio" and kind == "input_text":
+            if not isinstance(part.input_audio, InputAudio):
+                raise FieldError(f"{place}[{index}].input_audio", "is missing")
+            found.append(Part(type="input_audio", input_audio=part.input_audio))
+            continue
         if part.type not in _TEXT_PARTS:
             raise RequestError(
                 f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
@@ -473,11 +480,17 @@ def _for_template(content: Content, place: str = "") -> TemplateContent:
     if isinstance(content, str):
         return content
     return template_content(
-        MediaSource(f"{place}[{index}].image_url", part.image_url)
-        if isinstance(part.image_url, str)
-        else (part.refusal if part.type == "refusal" else part.text) or ""
-        for index, part in enumerate(content or ())
+        _shown(part, f"{place}[{index}]") for index, part in enumerate(content or ())
     )
+
+
+def _shown(part: Part, place: str) -> str | MediaSource:
+    """Returns what the model sees of a stored part."""
+    if isinstance(part.image_url, str):
+        return MediaSource(f"{place}.image_url", part.image_url)
+    if isinstance(part.input_audio, InputAudio):
+        return AudioPart(part.input_audio).shown(place)
+    return (part.refusal if part.type == "refusal" else part.text) or ""
 
 
 def block_part(block: Block) -> Part:
