@@ -79,10 +79,13 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 
 # make test-extended  the tests marked extended, which `make test` and CI leave out: up to twenty
 #                     minutes on two cores
+# Bounds of memory are checked in a process that has run no other tests.
 .PHONY: test-extended
+MEMORY := tests/functional/test_picture_attacks.py
 
 test-extended: $(VENV)/.test
-	$(PYTEST) --dist loadfile -m extended tests $(ARGS)
+	$(PYTEST) --dist loadfile -m extended tests --ignore=$(MEMORY) $(ARGS)
+	$(PYTEST) --dist loadfile -m extended $(MEMORY) $(ARGS)
 	$(PYTEST) --dist load -m extended tests/kernels $(ARGS)
 
 # make test-models   tests with real weights (tests/models): fetches 1 GB once, takes a few

@@ -50,7 +50,7 @@ async def costs_bounded() -> AsyncIterator[None]:
     """Context in which neither memory nor the event loop may be taken beyond the bounds."""
     async with costs_watched() as (memory, pauses):
         yield
-    assert memory.most < _MAX_BYTES
+    assert memory.most < _MAX_BYTES, memory.most
     assert pauses.most < _MAX_PAUSE_S
 
 

@@ -100,7 +100,8 @@ async def check(server: Served, data: bytes, message: str | None, number: int = 
         assert (message or "") in error["message"]
 
 
-# the largest take up to 250 MB, to which a process that has run other tests may add the rest
+# the largest take up to 250 MB, to which a process that has run other tests may add the rest:
+# `make test-extended` has a process for them
 @pytest.mark.parametrize(
     "name",
     [
