@@ -16,7 +16,7 @@ from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import GroupInputs, HostRows, Step, StepInputs
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.registry import build_model
 from aioinfer.worker.kv_tensors import KVTensors
 

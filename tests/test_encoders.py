@@ -17,7 +17,7 @@ from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.registry import load_model_config
 from tests.encoder_models import FAMILIES, random_texts, tiny_encoder, word_pieces
 from tests.paged_model import load_model, make_step

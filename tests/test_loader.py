@@ -18,7 +18,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models import loader
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model, load_model_config
 from tests.tiny_models import tiny_model

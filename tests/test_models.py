@@ -18,8 +18,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.config import read_json
-from aioinfer.models.decoder import CausalLM, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.registry import build_model
 from tests.paged_model import CPU, PagedModel, load_model
 from tests.sharded_logits import logits_of_ranks

@@ -21,7 +21,7 @@ from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import HostRows
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams

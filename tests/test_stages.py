@@ -13,8 +13,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, group_layers, groups_of_stage
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.models.stages import divide_layers, step_bytes
 from aioinfer.worker.kv_tensors import KVTensors

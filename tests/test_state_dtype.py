@@ -10,7 +10,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import StateSpec
 from aioinfer.llm import LLM
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.sampling_params import SamplingParams
 from tests.paged_model import PagedModel, load_model
 from tests.test_models import SINGLE, VOCAB

@@ -17,8 +17,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.schemes import ScaledScheme
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.decoder import CausalLM
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.models.text_model import is_other_part, own_name, possible_names, read_text_config

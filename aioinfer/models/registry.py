@@ -16,8 +16,9 @@ from aioinfer.config import MediaConfig, ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.config import DecoderConfig, read_config, read_json
-from aioinfer.models.decoder import CausalLM, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.loader import locate_tensors
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.vision.registry import read_vision

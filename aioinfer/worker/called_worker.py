@@ -19,7 +19,7 @@ from aioinfer.config import Config
 from aioinfer.errors import AioinferError, ConfigError, WorkerCallError
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.models.built_model import BuiltModel
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.weight_update import WeightUpdate
 from aioinfer.worker.rank_memory import RankMemory
 from aioinfer.worker.tensor_handles import open_tensor

@@ -27,7 +27,7 @@ from aioinfer.ipc.sections import I32, Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.extension import Extension
 from aioinfer.layers.step import Step
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.worker.adjustments import Adjust
 from aioinfer.worker.kv_tensors import KVTensors

@@ -26,7 +26,7 @@ from aioinfer.layers.step import (
     Step,
     StepInputs,
 )
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.worker.device import Device, count_decodes
 from aioinfer.worker.features import PendingSection, ProposalRows, SampledStep, StepRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies

@@ -17,7 +17,7 @@ from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.worker.memory import report_shortage
 from aioinfer.worker.stage_links import StageLinks
 

@@ -36,7 +36,7 @@ from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.worker.device import Device
 from aioinfer.worker.features import (
     AwaitMessage,

@@ -18,8 +18,8 @@ from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import AttentionSpec, LatentSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.config import read_config
-from aioinfer.models.decoder import CausalLM
 from aioinfer.models.kv_scales import has_float8_cache, load_kv_scales
 from aioinfer.worker.peers import Peers
 

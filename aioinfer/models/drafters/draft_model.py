@@ -10,7 +10,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.step import Step
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.drafters.drafter import Drafter
 
 

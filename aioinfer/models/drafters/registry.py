@@ -13,8 +13,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.causal_lm import CausalLM
 from aioinfer.models.config import DecoderConfig, read_json
-from aioinfer.models.decoder import CausalLM, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.eagle3 import Eagle3Config, is_eagle3, make_eagle3
