@@ -20,11 +20,12 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.adjustments import Adjust
 from aioinfer.worker.device import CpuDevice
-from aioinfer.worker.features import Rank, StepWorks, WorkerFeature
+from aioinfer.worker.features import Rank, WorkerFeature
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.sampler import Sampler
 from aioinfer.worker.slots import SamplingRows, Slots
+from aioinfer.worker.step_works import StepWorks
 from tests.plans import make_plan
 
 CPU = torch.device("cpu")

@@ -27,7 +27,8 @@ from aioinfer.scheduler.features import StepFeature, StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import ForkGroup, Request
 from aioinfer.scheduler.scheduler import Scheduler
-from aioinfer.worker.features import ProposalRows, Rank, StepWorks, WorkerFeature
+from aioinfer.worker.features import ProposalRows, Rank, WorkerFeature
+from aioinfer.worker.step_works import StepWorks
 from aioinfer.worker.worker import Worker
 
 NEW_TOKENS, SLOTS = 40, 6

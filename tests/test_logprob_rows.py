@@ -19,7 +19,7 @@ from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.features import StepWorks
+from aioinfer.worker.step_works import StepWorks
 from tests.filled_slots import logits_runner, make_slots, rank_of, rows_plan
 from tests.plans import ids
 from tests.rank_processes import run_ranks

@@ -29,8 +29,8 @@ from aioinfer.ipc.masks import (
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.features import StepCalls, StepWorks
 from aioinfer.worker.process import _EndOfPlansError, _Inbox
+from aioinfer.worker.step_works import StepCalls, StepWorks
 from tests import plans
 from tests.automata import pack
 from tests.filled_slots import make_slots, rank_of

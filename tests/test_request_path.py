@@ -44,9 +44,10 @@ from aioinfer.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import Rank
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_works import StepWorks
 from bench_loop import CONFIG, EchoExecutor
 from tests.filled_slots import device_without_layers
 

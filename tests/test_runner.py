@@ -26,10 +26,11 @@ from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.device import CpuDevice, prepare_step
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import Rank
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_works import StepWorks
 from tests.plans import ids
 
 VOCAB = 199

@@ -16,12 +16,12 @@ from aioinfer.layers.transfers import Offload, Transfers
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model
-from aioinfer.worker.features import extend_layers
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.memory import check_weights, report_shortage
 from aioinfer.worker.peers import Peers
 from aioinfer.worker.pinned_memory import GpuTransfers
 from aioinfer.worker.rank_memory import RankMemory
+from aioinfer.worker.step_works import extend_layers
 
 
 class RankModel:

@@ -38,16 +38,10 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.causal_lm import CausalLM
 from aioinfer.worker.device import Device
-from aioinfer.worker.features import (
-    AwaitMessage,
-    PendingSection,
-    SampledStep,
-    StepCalls,
-    StepWorks,
-    sections_of,
-)
+from aioinfer.worker.features import AwaitMessage, PendingSection, SampledStep
 from aioinfer.worker.sampler import Sampler
 from aioinfer.worker.stage_links import StageLinks
+from aioinfer.worker.step_works import StepCalls, StepWorks, sections_of
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from aioinfer.worker.compilation import CompilationWatch, compile_only, prepare_
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.dummy_steps import DummySteps
-from aioinfer.worker.features import Rank, StepWorks, load_works
+from aioinfer.worker.features import Rank
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
 from aioinfer.worker.memory import (
@@ -52,6 +52,7 @@ from aioinfer.worker.selection import (
 )
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS, StepGraphs
+from aioinfer.worker.step_works import StepWorks, load_works
 from aioinfer.worker.warm_up import GpuWarmUp, run_kinds
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.

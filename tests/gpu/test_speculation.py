@@ -26,8 +26,9 @@ from aioinfer import LLM, SamplingParams
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS, Planning
 from aioinfer.llm import Output
 from aioinfer.scheduler.request import Request
-from aioinfer.worker.features import ProposalRows, StepWorks, WorkerFeature
+from aioinfer.worker.features import ProposalRows, WorkerFeature
 from aioinfer.worker.gpu_device import GpuDevice
+from aioinfer.worker.step_works import StepWorks
 
 VOCAB_SIZE, TOKENS = 4001, 96
 RNG = random.Random(0)

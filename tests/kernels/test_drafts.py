@@ -20,12 +20,13 @@ from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.worker.device import CpuDevice
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import Rank
 from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.graph_bodies import GraphBodies
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_works import StepWorks
 from tests.eagle_models import eagle_head
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
 from tests.kernels.test_gpu_device import (

@@ -15,11 +15,12 @@ from aioinfer.ipc.plan import Admission, Admissions, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.dummy_steps import DummySteps
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import Rank
 from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_works import StepWorks
 from tests.encoder_models import random_texts, tiny_encoder
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
 from tests.kernels.test_gpu_device import no_cuda as no_cuda

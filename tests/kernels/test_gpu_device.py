@@ -37,13 +37,14 @@ from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.device import CpuDevice
 from aioinfer.worker.dummy_steps import DummySteps
-from aioinfer.worker.features import ProposalRows, Rank, SampledStep, StepWorks, WorkerFeature
+from aioinfer.worker.features import ProposalRows, Rank, SampledStep, WorkerFeature
 from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.graph_bodies import GraphBodies
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.stage_links import Receive, StageLinks
+from aioinfer.worker.step_works import StepWorks
 from tests.adapter_files import pack_adapter
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows

@@ -21,9 +21,9 @@ from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.features import StepWorks
 from aioinfer.worker.sampler import Sampler
 from aioinfer.worker.slots import RowTensors, SamplingRows, Slots
+from aioinfer.worker.step_works import StepWorks
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows, logits_runner, make_slots, rank_of, rows_plan
 

@@ -21,12 +21,13 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.steps import Row
 from aioinfer.worker.device import CpuDevice, Device
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import Rank
 from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.graph_bodies import GraphBodies
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_works import StepWorks
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
 from tests.kernels.test_gpu_device import Graphs
 from tests.kernels.test_gpu_device import no_cuda as no_cuda

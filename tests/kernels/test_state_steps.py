@@ -20,8 +20,8 @@ from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
-from aioinfer.worker.features import StepWorks
 from aioinfer.worker.graph_bodies import GraphBodies
+from aioinfer.worker.step_works import StepWorks
 from tests.kernels.bound_model import BLOCK_SIZE
 from tests.kernels.test_family_kernels import FAMILIES, SIZES
 from tests.kernels.test_gpu_device import MAX_LOOKAHEAD, Graphs, make_runner, no_cuda, plan_of

@@ -18,7 +18,8 @@ from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.sections import Section, array
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.features import PendingSection, StepWorks, WorkerFeature
+from aioinfer.worker.features import PendingSection, WorkerFeature
+from aioinfer.worker.step_works import StepWorks
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows, logits_runner, make_slots, rank_of, rows_plan
 from tests.plans import ids
