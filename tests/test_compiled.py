@@ -22,6 +22,7 @@ from aioinfer.kernels.cpu_vectors import load_integer
 from numba import cfunc, types
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.compiled_attention import CompiledAttention, supports
 from aioinfer.layers.formats.affine import (
     AffineRows,
     CompiledWeight,
@@ -36,7 +37,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope
 from aioinfer.layers.shards import Shard, Source
-from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
+from aioinfer.layers.torch_attention import TorchAttention
 from tests.paged_model import make_step
 
 pytestmark = pytest.mark.slow

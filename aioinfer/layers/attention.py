@@ -2,7 +2,8 @@
 the paged KV cache, output projection, sum into the residual stream.
 
 With kernels, queries and keys are normed, rotated and cached by the attention kernels themselves
-(`kernel_attention`); otherwise all of it is plain torch (`torch_attention`).
+(`kernel_attention`); otherwise all of it is plain torch (`torch_attention`), or partly compiled by
+numba (`compiled_attention`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.compiled_attention import CompiledAttention, supports
 from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.layer import LayerCache, Mixer
@@ -33,7 +35,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.shards import HeadVector, Shard
 from aioinfer.layers.step import Step
-from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
+from aioinfer.layers.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans, KernelAttention
