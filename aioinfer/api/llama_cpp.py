@@ -304,12 +304,15 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 
 async def apply_template(request: web.Request, body: protocol.ChatRequest) -> web.Response:
     """Returns the prompt that the chat template makes of a conversation, as text, with llama.cpp's
-    marker for each picture or sound."""
+    marker for each picture or sound, and without the token (BOS) that `/completion` puts before
+    it."""
     frontend = frontend_of(request)
     messages, options = await template_messages(body.messages), protocol.template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
     prompt = await frontend.render_chat(shown, protocol.MEDIA_MARKER, tools=tools, **options)
+    tokenizer = frontend.require_tokenizer()
+    prompt = prompt.removeprefix(tokenizer.decode(tokenizer.special_tokens.prefix, False))
     data = await asyncio.to_thread(encode, TemplateReply(prompt=prompt))
     return web.Response(body=data, content_type="application/json")
 

@@ -192,6 +192,7 @@ class PromptMaker:
         if self._pictures is not None:
             self._pictures.check(sources)
         elif sources:
+            self._require_texts(sources[0].place)
             name = self.config.served_model_names[0]
             raise FieldError(sources[0].place, f"is a file, and the model {name!r} reads text")
 

@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+import tokenizers
 import torch
 from PIL import Image
 
@@ -44,8 +45,19 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model whose tokenizer begins texts with a token that its chat template writes as well."""
     folder = tmp_path_factory.mktemp("model")
-    return folder, save_model(NAME, folder)
+    saved = save_model(NAME, folder)
+    tokenizer, config = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    backend, begin = tokenizers.Tokenizer.from_file(str(tokenizer)), "<|im_start|>"
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, 256)]
+    )
+    backend.save(str(tokenizer))
+    settings = json.loads(config.read_text("utf-8"))
+    template = {"chat_template": begin + settings["chat_template"]}
+    config.write_text(json.dumps(settings | template), "utf-8")
+    return folder, saved
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
