@@ -433,7 +433,8 @@ async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> 
 
 
 async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> None:
-    """For a place among the running requests, which another one has."""
+    """For a place among the running requests, which another one has; and it stays until the request
+    has ended, though it is unloaded meanwhile."""
     llm = await launch(llama, **{"scheduler.max_num_seqs": 1})
     try:
         planning, _ = halves(llm)
@@ -444,9 +445,12 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         second = asyncio.create_task(generate(llm, llama, "small"))
         await until(lambda: number in planning._read)
         assert not first.done()
+        llm.unload_adapter("small")
+        assert number in planning._read
         first.cancel()
         output = await asyncio.wait_for(second, 20)
         assert output.completions[0].token_ids == llama.text("small")
+        assert number not in planning._read
         await asyncio.gather(first, return_exceptions=True)
     finally:
         await llm.close()

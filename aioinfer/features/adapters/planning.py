@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -134,7 +133,7 @@ class Planning(StepFeature):
         self._awaits = False  # whether the plan is posted to hear what has been read
         self._removed: WeakSet[Adapter] = WeakSet()
         self._wanted: dict[int, Adapter] = {}  # adapters that are to be read
-        self._reading = dict[int, None]()
+        self._reading: set[int] = set()
         self._read = dict[int, None]()  # in the order of their last use
         self._failed: set[int] = set()  # of which a rank has found that it cannot read them
         self._room = 1  # for adapters in memory of the host beside those that are being read
@@ -175,12 +174,6 @@ class Planning(StepFeature):
             if place is None:
                 return True
         slot = self._slots[place]
-        if slot.ready > self._plan and self._is_alone:
-            # the rows of this plan wait for the adapter, which enters its slot with it
-            slot.ready = self._plan
-            self._changes = [
-                each._replace(waits=each.waits or each.number == number) for each in self._changes
-            ]
         if slot.ready > self._plan or self._yields(request, use, place):
             return True
         slot.used = self._plan
@@ -195,26 +188,20 @@ class Planning(StepFeature):
         """See `StepFeature.admit`."""
         self._admitted.append((request.slot, use.place))
 
-    def _waiting(self) -> set[int]:
-        """Returns the adapters of requests that are not running."""
+    def _numbers_of(self, *, with_running: bool) -> set[int]:
+        """Returns the adapters of the requests that wait, or of all that have not ended."""
         requests = self.host.scheduler().requests()
-        found = (each.use(AdapterUse) for each in requests if each.slot < 0)
+        statuses = (RequestStatus.FINISHED, *([] if with_running else [RequestStatus.RUNNING]))
+        found = (each.use(AdapterUse) for each in requests if each.status not in statuses)
         return {use.adapter.number for use in found if use is not None}
 
-    def _running(self) -> Iterator[AdapterUse]:
-        """Yields the adapters of the running requests that have one."""
-        found = (request.use(AdapterUse) for request in self.host.scheduler().running)
-        return (use for use in found if use is not None)
-
     @property
-    def _is_alone(self) -> bool:
-        """Whether nothing runs: there is no step without the request that is next in the queue."""
-        return not self.host.scheduler().num_running
-
-    @property
-    def _enters_beside(self) -> bool:
-        """Whether the rows of this plan may use an adapter that enters with it: the first one gets
-        to the device beside the step before, and those of experts take longer than a step."""
+    def _may_wait(self) -> bool:
+        """Whether this plan's step may wait for an adapter that enters with it. It may for the
+        first one, which gets to the device beside the step before, but not for one of experts,
+        which takes longer than a step; and for any where nothing runs."""
+        if not self.host.scheduler().num_running:
+            return True
         is_first = all(change.slot < 0 for change in self._changes)
         return is_first and "experts" not in self.host.config.lora.targets
 
@@ -223,8 +210,8 @@ class Planning(StepFeature):
 
     def _find_place(self, request: Request, use: AdapterUse) -> int | None:
         """Returns the slot that a request's adapter takes, if there is one and it has been read;
-        else has it read."""
-        adapter, number, is_alone = use.adapter, use.adapter.number, self._is_alone
+        else has it read before others, whatever has to go for it."""
+        adapter, number = use.adapter, use.adapter.number
         place = self._free_place(request, use)
         if place is None:
             return None
@@ -235,16 +222,16 @@ class Planning(StepFeature):
                 self._begin_to_read(adapter)
             return None
         self._read[number] = self._read.pop(number)
-        is_ready = is_alone or self._enters_beside
-        self._slots[place] = _Slot(number, self._plan, self._plan + (not is_ready))
-        self._changes.append(Change(number, place, is_ready, adapter.files))
+        waits = self._may_wait
+        self._slots[place] = _Slot(number, self._plan, self._plan + (not waits))
+        self._changes.append(Change(number, place, waits))
         return place
 
     def _begin_reading(self) -> None:
         """Has wanted adapters read, in the order of their requests, a few at a time."""
         while self._wanted and len(self._reading) < _MAX_READING:
             if self._is_full:
-                waiting = self._waiting()
+                waiting = self._numbers_of(with_running=False)
                 unused = next((each for each in self._read if each not in waiting), None)
                 if unused is None:
                     return
@@ -253,7 +240,7 @@ class Planning(StepFeature):
 
     def _begin_to_read(self, adapter: Adapter) -> None:
         self._wanted.pop(adapter.number, None)
-        self._reading[adapter.number] = None
+        self._reading.add(adapter.number)
         self._changes.append(Change(adapter.number, READ, files=adapter.files))
 
     @property
@@ -264,14 +251,15 @@ class Planning(StepFeature):
     def _drop(self, number: int) -> None:
         """Lets memory of the host forget an adapter."""
         self._read.pop(number, None)
-        self._reading.pop(number, None)
+        self._reading.discard(number)
         self._changes.append(Change(number, DROP))
 
     def _free_place(self, request: Request, use: AdapterUse) -> int | None:
         """Returns the slot whose adapter was used least recently, of those that no running request
         has and that are not for another one's turn; None if there is none: then the one with the
         fewest is to become free."""
-        running = Counter(use.place for use in self._running())
+        uses = (each.use(AdapterUse) for each in self.host.scheduler().running)
+        running = Counter(use.place for use in uses if use is not None)
         free = [
             place
             for place, slot in enumerate(self._slots)
@@ -321,7 +309,7 @@ class Planning(StepFeature):
         for number, room in zip(section.numbers.tolist(), section.rooms.tolist(), strict=True):
             if number not in self._reading:  # it was forgotten meanwhile
                 continue
-            del self._reading[number]
+            self._reading.remove(number)
             if room:
                 self._read[number], self._room = None, room
             else:
@@ -336,14 +324,15 @@ class Planning(StepFeature):
             self.forget(use.adapter)
 
     def forget(self, adapter: Adapter) -> None:
-        """Lets the workers free what they have of an adapter that was removed. A request that still
-        has it has it read again."""
+        """Lets the workers free what they have of an adapter that was removed, once no request has
+        it."""
         self._removed.add(adapter)
         number = adapter.number
+        if number in self._numbers_of(with_running=True):
+            return
         self._wanted.pop(number, None)
         self._failed.discard(number)
-        place = self._place_of(number)
-        if place is not None and place not in {use.place for use in self._running()}:
+        if (place := self._place_of(number)) is not None:
             self._slots[place].number = -1
         self._drop(number)
 

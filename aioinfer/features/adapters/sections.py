@@ -29,12 +29,7 @@ class AdapterFiles(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What becomes of an adapter, as `AdapterChanges` has it.
-
-    Attributes:
-        number, slot, waits: as there.
-        files: of an adapter that is not dropped.
-    """
+    """What becomes of an adapter, as `AdapterChanges` has it; `files` of one that is to be read."""
 
     number: int
     slot: int
@@ -53,8 +48,8 @@ class AdapterChanges(Section):
         waits: int32 [C], 1 if the step's rows need it, and 0 if only later ones do.
         rows, adapters: int32 [A], slots of requests that the step admits, and the adapter slot of
             each; those without an adapter are left out.
-        files: int32 [N], `AdapterFiles` of each adapter of `numbers` that is not dropped: UTF-8
-            JSON of an object by number, filled up with spaces.
+        files: int32 [N], `AdapterFiles` of the adapters that are to be read, in their order: UTF-8
+            JSON, filled up with spaces.
     """
 
     numbers: I32 = array(np.int32)
@@ -69,15 +64,18 @@ class AdapterChanges(Section):
         """Returns the section of changes and of (row, adapter)."""
         numbers, slots, waits = np.array([c[:3] for c in changes], np.int32).reshape(-1, 3).T
         rows, adapters = np.array(admitted, np.int32).reshape(-1, 2).T
-        files = {change.number: change.files for change in changes if change.files is not None}
-        text = json.dumps(files).encode()
+        text = json.dumps([change.files for change in changes if change.files]).encode()
         packed = np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)
         return cls(numbers, slots, waits, rows, adapters, packed)
 
-    def files_by_number(self) -> dict[int, AdapterFiles]:
-        """Returns the files of adapters."""
-        given = json.loads(self.files.tobytes())
-        return {int(number): AdapterFiles(*of_number) for number, of_number in given.items()}
+    def changes(self) -> list[Change]:
+        """Returns the changes."""
+        files = (AdapterFiles(*each) for each in json.loads(self.files.tobytes()))
+        columns = (self.numbers.tolist(), self.slots.tolist(), self.waits.tolist())
+        return [
+            Change(number, slot, bool(waits), next(files) if slot == READ else None)
+            for number, slot, waits in zip(*columns, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.reading import AdapterReader, PackedAdapter
 from aioinfer.features.adapters.sections import (
     DROP,
-    READ,
     AdapterChanges,
     AdapterFiles,
     AdapterReads,
+    Change,
 )
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
@@ -234,23 +234,21 @@ class Work(WorkerFeature):
         before = self._of_slots[admitted]
         self._of_slots[admitted] = 0
         if changes is not None:
-            self._take(changes)
+            for change in changes.changes():
+                self._take(change)
             self._of_slots[changes.rows] = changes.adapters + 1
         self._awaits = changes is not None and not len(plan.slots)
         if (self._of_slots[admitted] != before).any():
             adapters.of_slots.copy_(self.rank.upload(self._of_slots))
         adapters.is_active = bool(self._of_slots[plan.slots].any())
 
-    def _take(self, changes: AdapterChanges) -> None:
-        files = changes.files_by_number()
-        columns = (changes.numbers, changes.slots, changes.waits)
-        for number, slot, waits in zip(*(each.tolist() for each in columns), strict=True):
-            if slot == DROP:
-                self.host.drop(number)
-            elif slot == READ:
-                self.host.read(number, files[number])
-            else:
-                self._enter(slot, self.host[number], waits=bool(waits))
+    def _take(self, change: Change) -> None:
+        if change.slot == DROP:
+            self.host.drop(change.number)
+        elif change.files is not None:
+            self.host.read(change.number, change.files)
+        else:
+            self._enter(change.slot, self.host[change.number], waits=change.waits)
 
     def _enter(self, slot: int, packed: PackedAdapter, *, waits: bool) -> None:
         """Puts an adapter into a slot."""
