@@ -321,6 +321,31 @@ def test_searches_of_which_none_has_all_of_its_slots_end():
     assert harness.scheduler.stats.preemptions > 0
 
 
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_a_search_that_has_begun_ends_while_no_other_is_admitted(num_steps: int):
+    """All of its sequences get slots then, from each other and from idle ones of other searches."""
+    harness = ForkHarness(max_num_seqs=4, num_blocks=256, token_budget=8, prefill_cap=8)
+    searches = [Search(name, [1, 2, 3, number], 9, 3) for number, name in enumerate("abcde")]
+    for beams in zip(*(search.beams for search in searches[:3]), strict=True):
+        harness.add(*beams)
+    harness.add(*searches[3].beams, *searches[4].beams)
+    for _ in range(num_steps):
+        harness.step()
+    scheduler = harness.scheduler
+    begun = [search for search in searches if search.beams[0].has_begun]
+    assert 0 < len(begun) < len(searches)
+    scheduler.set_admission(is_open=False)
+    while any(request.has_begun for request in scheduler.requests()):
+        harness.step()
+    for search in begun:
+        assert_over(search)
+    assert scheduler.num_waiting == 3 * (len(searches) - len(begun))
+    scheduler.set_admission(is_open=True)
+    harness.run()
+    for search in searches:
+        assert_over(search)
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_one_idle_sequence_makes_room_for_a_request_that_goes_before(prefix_caching):
     """It alone has a slot, its search waits for a sequence that waits behind a request of higher

@@ -72,7 +72,7 @@ class HeldEngine:
         scheduler.set_admission(is_open=False)
         self._engine.plan_soon()
         await self._await_turn(
-            lambda: all(request.num_cached < 0 for request in scheduler.requests())
+            lambda: not any(request.has_begun for request in scheduler.requests())
         )
 
     async def settle(self) -> None:

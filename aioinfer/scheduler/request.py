@@ -119,10 +119,12 @@ class ForkGroup:
     Attributes:
         leader: the sequence that computes the prompt; the others share its blocks.
         awaited: the uses of the first sequence that the others wait for (see `Use.is_done`).
+        has_begun: whether any of them has had a slot.
     """
 
     leader: Request | None = None
     awaited: Sequence[Use] = ()
+    has_begun: bool = False
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -295,6 +297,17 @@ class Request:
     def is_idle(self) -> bool:
         """Whether none of its tokens may be planned before `Scheduler.fork` says so."""
         return self.total >= self.plan_limit
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has had a slot, or a sibling has, which may have to wait for it."""
+        return self.num_cached >= 0 or (self.group is not None and self.group.has_begun)
+
+    def begin(self) -> None:
+        """Records that it has got its first slot, and the tokens that were cached."""
+        self.num_cached = self.num_computed
+        if self.group is not None:
+            self.group.has_begun = True
 
     def restore(self, tokens: Sequence[int], num_cached: int, finish: Finish | None) -> None:
         """Makes a request that no scheduler has go on behind output that another server generated.

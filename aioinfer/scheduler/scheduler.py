@@ -105,7 +105,7 @@ class Scheduler:
         self._planner.is_open = self._is_open
 
     def set_admission(self, *, is_open: bool) -> None:
-        """Has requests that never ran wait, or be admitted again."""
+        """Has requests that have not begun wait, or be admitted again."""
         self._is_open = self._planner.is_open = is_open
 
     @property

@@ -44,7 +44,7 @@ class StepPlanner:
     """Divides the budget of each step among the requests of a scheduler.
 
     Attributes:
-        is_open: whether requests that never ran are admitted.
+        is_open: whether requests are admitted that have not begun.
     """
 
     is_open = True
@@ -103,7 +103,7 @@ class StepPlanner:
             builder, preempted = self._new_builder(step_id), False
         if not preempted:
             self._plan_waiting(builder)
-            while builder.is_empty and self.is_open and self._preempt_idle():
+            while builder.is_empty and self._preempt_idle():
                 self._plan_waiting(builder)
         return builder
 
@@ -118,12 +118,11 @@ class StepPlanner:
         """Preempts the last request if requests wait and all running ones are idle: sequences that
         are forked from each other then hold the slots or blocks that another one of them needs, or
         a request that goes before it. Returns whether one was preempted."""
-        running, first = self._running.requests, self._waiting.first()
-        if not running or first is None or first.num_pending:
+        running = self._running.requests
+        if not running or not all(r.is_idle and not r.num_pending for r in running):
             return False
-        if not all(request.is_idle and not request.num_pending for request in running):
-            return False
-        if all(request.is_idle for request in self._waiting):
+        waiting = [r for r in self._waiting.queued() if self.is_open or r.has_begun]
+        if all(request.is_idle for request in waiting) or min(waiting).num_pending:
             return False
         self._running.preempt(running[-1])
         return True
@@ -271,8 +270,8 @@ class StepPlanner:
             request = waiting.first()
             if request is None:
                 break  # all that wait were set aside
-            is_shut_out = not self.is_open and request.num_cached < 0
-            waits = is_shut_out or request.is_idle or self._awaits_leader(request, builder.step_id)
+            waits = request.is_idle or self._awaits_leader(request, builder.step_id)
+            waits = waits or not (self.is_open or request.has_begun)
             if waits or (request.uses and self._features.hold(request)):
                 held_back.append(self._waiting.set_aside())
             elif self._loads is not None and (begun := self._begin_load(request, self._loads)):
@@ -391,7 +390,7 @@ class StepPlanner:
     def _count_first(self, request: Request) -> None:
         """Records that a request runs for the first time."""
         self._fair_queuing.admit(request)
-        request.num_cached = request.num_computed
+        request.begin()
         self._stats.prefix_queried += request.prompt_len
         self._stats.prefix_hit += request.num_cached
 

@@ -56,9 +56,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """Yields the requests that wait, in no order, those that are LOADING first."""
         yield from self.loading
-        yield from self._waiting()
+        yield from self.queued()
 
-    def _waiting(self) -> Iterator[Request]:
+    def queued(self) -> Iterator[Request]:
+        """Yields the requests that wait and load nothing, in no order."""
         return (request for request in self._heap if request.status is RequestStatus.WAITING)
 
     def add(self, request: Request) -> None:
@@ -118,7 +119,7 @@ class WaitingQueue:
     def _shrink(self) -> None:
         """Rebuilds the heap if at least half of it has ended."""
         if self._num_ended and 2 * self._num_ended >= len(self._heap):
-            self._heap = list(self._waiting())
+            self._heap = list(self.queued())
             heapq.heapify(self._heap)
             self._num_ended = 0
 
@@ -130,7 +131,7 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the counts agree with the requests, and fewer ended
         requests are kept than waiting ones."""
-        waiting = list(self._waiting())
+        waiting = list(self.queued())
         num_ended = len(self._heap) - len(waiting)
         if num_ended != self._num_ended or num_ended >= max(1, len(waiting)):
             raise IntegrityError("the ended requests in the waiting queue are miscounted")
