@@ -51,7 +51,7 @@ def admission(
     ("running", "waiting", "bound", "room"),
     [
         (4, 0, 3, 3), (4, 2, 3, 1), (4, 3, 3, 0), (4, 9, 3, 0), (2, 0, 3, 5), (2, 1, 3, 4),
-        (0, 0, 0, 4), (4, 0, 0, 0),
+        (1, 0, 0, 3), (4, 0, 0, 0),
     ],
 )  # fmt: skip
 def test_free_slots_are_room_beyond_the_bound(
@@ -75,6 +75,14 @@ def test_without_bounds_all_may_wait() -> None:
     admission(waiting=10**6, max_waiting_requests=None).check(10**6)
     with pytest.raises(OverloadedError):
         admission(waiting=4096).check(1)
+
+
+def test_what_never_has_room_is_not_asked_to_come_again() -> None:
+    with pytest.raises(
+        RequestError, match="20 prompts or sequences are more than the 18"
+    ) as caught:
+        admission(engines=2, max_waiting_requests=10).check(20)
+    assert caught.value.status == 400
 
 
 def test_what_is_on_its_way_counts_once() -> None:

@@ -50,8 +50,16 @@ class AdmissionControl:
 
     def check(self, requests: int, flow: str | None = None) -> None:
         """Raises `OverloadedError` unless so many requests may join the queue, which has the bound
-        of `find_excess`; `flow` is given where several share it."""
+        of `find_excess`; `flow` is given where several share it. Raises `RequestError` for more
+        than will ever have room."""
         limits = self._frontend.config.scheduler
+        if (bound := limits.max_waiting_requests) is not None:
+            most = bound + limits.max_num_seqs * len(self._frontend.engines)
+            if requests > most:
+                raise RequestError(
+                    f"{requests} prompts or sequences are more than the {most} that this server "
+                    "takes at once (scheduler.max_waiting_requests and max_num_seqs)"
+                )
         schedulers = [
             engine.scheduler
             for engine in self._frontend.engines
@@ -60,12 +68,12 @@ class AdmissionControl:
         excess = find_excess(schedulers, limits, requests, self.coming)
         if excess is not None:
             raise OverloadedError(f"{excess}; try again later")
-        if flow is None or limits.max_waiting_requests is None:
+        if flow is None or bound is None:
             return
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming
         free_slots = sum(scheduler.num_free_slots for scheduler in schedulers)
         own = sum(s.num_waiting_of(flow) for s in schedulers) + self.coming_of[flow]
-        places = limits.max_waiting_requests - max(0, waiting - free_slots)
+        places = bound - max(0, waiting - free_slots)
         if own + requests - free_slots > places:
             raise OverloadedError(
                 f"{own} requests of this API key wait, {requests} more are too many beside those "
