@@ -21,14 +21,13 @@ from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec, group_layers
 from aioinfer.ipc.placement import RankSpec
-from aioinfer.worker import memory
+from aioinfer.worker import host_memory, memory
+from aioinfer.worker.host_memory import available_memory, machine_memory
 from aioinfer.worker.memory import (
     CacheDemand,
     available_bytes,
-    available_memory,
     count_blocks,
     divide_memory,
-    machine_memory,
     make_kv,
     report_shortage,
 )
@@ -217,15 +216,15 @@ def test_a_limit_of_a_control_group_holds(tmp_path: Path, version: int) -> None:
     (own / names[0]).write_text("max\n")
     (own / names[1]).write_text("1\n")
     (tmp_path / "cgroup").write_text(memberships)
-    found = list(memory._control_groups(tmp_path / "cgroup", tmp_path / "mount"))
+    found = list(host_memory._control_groups(tmp_path / "cgroup", tmp_path / "mount"))
     assert found == [(4000, 1200), (3000, 1200)]
     # in a container the group's path is the host's, and the root has the limit
     (tmp_path / "cgroup").write_text(memberships.replace("/outer", "/elsewhere"))
     for file in (root / "outer").glob("memory.*"):
         shutil.copy(file, root)
-    found = list(memory._control_groups(tmp_path / "cgroup", tmp_path / "mount"))
+    found = list(host_memory._control_groups(tmp_path / "cgroup", tmp_path / "mount"))
     assert found == [(3000, 1200)]
-    assert list(memory._control_groups(tmp_path / "none")) == []
+    assert list(host_memory._control_groups(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,10 @@ from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.dummy_steps import DummySteps
 from aioinfer.worker.features import Rank
+from aioinfer.worker.host_memory import keep_freed_memory
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
-from aioinfer.worker.memory import (
-    CacheDemand,
-    available_bytes,
-    count_blocks,
-    keep_freed_memory,
-    report_shortage,
-)
+from aioinfer.worker.memory import CacheDemand, available_bytes, count_blocks, report_shortage
 from aioinfer.worker.peers import Peers
 from aioinfer.worker.rank_memory import make_rank_memory
 from aioinfer.worker.rank_model import RankModel
