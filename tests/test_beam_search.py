@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioinfer.config import SchedulerConfig, load_config
-from aioinfer.engine.beam_search import Beam, BeamRun, BeamSearches, BeamSearchState, Decision
+from aioinfer.engine.beam_search import Beam, BeamRun, BeamSearches
+from aioinfer.engine.beam_search_state import BeamSearchState, Decision
 from aioinfer.engine.emission import Emission
 from aioinfer.engine.encoding import PreparedPrompt
 from aioinfer.engine.metrics import EngineMetrics

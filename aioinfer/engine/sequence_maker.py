@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from aioinfer.config import SchedulerConfig
-from aioinfer.engine.beam_search import Beam, BeamRun, BeamSearchState
+from aioinfer.engine.beam_search import Beam, BeamRun
+from aioinfer.engine.beam_search_state import BeamSearchState
 from aioinfer.engine.encoding import PreparedPrompt
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.served_model import ServedModel
