@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from aioinfer.engine.engine import Engine
+from aioinfer.engine.held_engine import HeldEngine
 from aioinfer.engine.output import FIRST_VERSION
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError, RequestError, WorkerCallError
@@ -32,8 +33,6 @@ T = TypeVar("T")
 Mode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
-#: Copying the weights of a large model takes less, also where the host's memory is slow.
-_CALL_TIMEOUT_S = 300.0
 #: When a client should try again that was rejected because the model sleeps.
 _RETRY_S = 5
 _log = logging.getLogger(__name__)
@@ -53,61 +52,6 @@ def _whole(
         return await asyncio.shield(task)
 
     return call
-
-
-class HeldEngine:
-    """An engine that is about to stop, or has stopped.
-
-    Args:
-        engine: of which no other caller plans steps by itself.
-    """
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    async def finish_running(self) -> None:
-        """Returns when the requests that have begun have ended; others wait until
-        `Engine.resume`."""
-        scheduler = self._engine.scheduler
-        scheduler.set_admission(is_open=False)
-        self._engine.plan_soon()
-        await self._await_turn(
-            lambda: not any(request.has_begun for request in scheduler.requests())
-        )
-
-    async def settle(self) -> None:
-        """Returns when no step is in flight, after `Engine.pause`, and all tokens are emitted."""
-        self._engine.plan_soon()
-        await self._await_turn(lambda: not self._engine.scheduler.num_in_flight)
-        self._engine.emission.emit_rest()
-
-    async def _await_turn(self, is_reached: Callable[[], bool]) -> None:
-        """Returns when a state is reached, or the workers are lost."""
-        engine = self._engine
-        while engine.state is EngineState.SERVING and not is_reached():
-            engine.turn.clear()
-            await engine.turn.wait()
-
-    async def release_blocks(self) -> None:
-        """Takes all KV blocks of the device away, after `settle`. What a store of KV can keep is
-        saved before; requests that have begun go on later with their tokens."""
-        engine, scheduler = self._engine, self._engine.scheduler
-        while (
-            engine.state is EngineState.SERVING and (plan := scheduler.schedule_saves()) is not None
-        ):
-            engine.post(plan)
-            await self._await_turn(lambda: not scheduler.num_in_flight)
-        scheduler.release_blocks()
-
-    async def call_workers(
-        self, name: str, timeout_s: float | None, arguments: Mapping[str, Any]
-    ) -> Sequence[Any]:
-        """Calls a method of every worker, after `settle`; see `Executor.call`. Raises
-        `EngineDeadError` while there are no workers."""
-        engine = self._engine
-        if engine.state is not EngineState.SERVING:
-            raise EngineDeadError(engine.dead_reason or "the workers are being restarted")
-        return await engine.executor.call(name, arguments, timeout_s or _CALL_TIMEOUT_S)
 
 
 class ModelControl:

@@ -94,14 +94,9 @@ class Scheduler:
         self._running = RunningRequests(limits, self._waiting, self.stats, store)
         self.kv_cache = self._running.kv_cache
         self._planner = StepPlanner(
-            limits,
-            self._running,
-            self._waiting,
-            self.features,
-            self._fair_queuing,
-            self.pacing,
+            limits, self._running, self._waiting, self.features, self._fair_queuing, self.pacing,
             self.stats,
-        )
+        )  # fmt: skip
         self._planner.is_open = self._is_open
 
     def set_admission(self, *, is_open: bool) -> None:
