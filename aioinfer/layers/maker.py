@@ -360,7 +360,8 @@ def _kernel_mixture(
     **options: Any,
 ) -> MixtureMLP:
     """Returns the mixture over the kernels; `options` as in `KernelMixtureMLP`."""
-    from aioinfer.layers.kernel_experts import ExchangedMixtureMLP, KernelMixtureMLP
+    from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP
+    from aioinfer.layers.kernel_experts import KernelMixtureMLP
 
     backend = make.backend
     kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP

@@ -231,7 +231,7 @@ class DecoderModel(BuiltModel):
 
     def connect_experts(self, max_tokens: int) -> None:
         """See `CausalLM.connect_experts`."""
-        from aioinfer.layers.kernel_experts import ExchangedMixtureMLP, connect
+        from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP, connect
 
         mixtures = [part for part in self._parts if isinstance(part, ExchangedMixtureMLP)]
         if mixtures:

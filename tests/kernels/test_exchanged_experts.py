@@ -15,9 +15,9 @@ from peer_processes import run_ranks
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
-from aioinfer.layers import kernel_experts
+from aioinfer.layers import exchanged_experts
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.kernel_experts import ExchangedMixtureMLP
+from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.models.registry import build_model
@@ -89,7 +89,7 @@ def test_each_rank_gets_what_all_experts_give(
     """With an expert of all tokens, and with biases; over two layers."""
     sizes = {**SIZES, "num_hidden_layers": 2}
     tiny_model(family, tmp_path, **sizes)
-    monkeypatch.setattr(kernel_experts, "_MIN_TOKENS", 1)  # the interpreter is slow
+    monkeypatch.setattr(exchanged_experts, "_MIN_TOKENS", 1)  # the interpreter is slow
     layout = ExchangeLayout.of(2, MAX_TOKENS, TOP_K, HIDDEN, torch.float32)
     ranks = run_ranks(2, layout.nbytes, run_rank, tmp_path)
     model = load(tmp_path, None)
@@ -112,7 +112,7 @@ def test_tiles_go_by_the_tokens_that_may_come() -> None:
     weight = torch.empty(2, 16, 16, dtype=torch.float16)
     table = [config for _, config in TABLES["plain"][1]]
     launches = [
-        kernel_experts._launches(weight, average, torch.float16) for average in (0, 25, 500)
+        exchanged_experts._launches(weight, average, torch.float16) for average in (0, 25, 500)
     ]
     assert [one.few for one in launches] == [table[1], table[2], None]
     assert all(one.many == table[-1] for one in launches)
