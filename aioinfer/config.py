@@ -12,6 +12,7 @@ file again, with the values in which a model differs from the others.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -339,8 +340,7 @@ def _check_combinations(config: Config) -> None:
     """Checks what involves several keys, and the default sampling. Raises `ConfigError` naming the
     key."""
     model, server, parallel = config.model, config.server, config.parallel
-    if len(server.tls_files) > 2:
-        raise ConfigError("server.tls_files: the certificate and its key are in one file or in two")
+    _check_server(server)
     if parallel.executor == "inline":
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, name) > 1:
@@ -367,6 +367,31 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(f"model.sampling.{error.param}: {error}") from error
     except TypeError as error:
         raise ConfigError(f"model.sampling: {error}") from error
+
+
+#: What a browser sends as `Origin`, and names and addresses as they are in `Host` without a port.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#]+")
+_HOST = re.compile(r"\*|(\*\.)?[^\s/:*\[\]]+|\[?[0-9a-f.]*:[0-9a-f.]*:[0-9a-f:.]*\]?", re.I)
+
+
+def _check_server(server: ServerConfig) -> None:
+    """Checks what no request could match. Raises `ConfigError` naming the key."""
+    if len(server.tls_files) > 2:
+        raise ConfigError("server.tls_files: the certificate and its key are in one file or in two")
+    if "" in server.served_model_names:
+        raise ConfigError("server.served_model_names: a name is empty")
+    for origin in server.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"server.cors_origins: {origin!r} is no origin: write scheme and host in lower "
+                "case and no path, such as https://example.org"
+            )
+    for host in server.allowed_hosts:
+        if not _HOST.fullmatch(host):
+            raise ConfigError(
+                f"server.allowed_hosts: {host!r} is no name of a host: write it without scheme, "
+                "port and path, such as example.org or *.example.org"
+            )
 
 
 def _check_store(config: Config) -> None:

@@ -243,6 +243,12 @@ def test_models_do_not_share_a_place(tmp_path: Path) -> None:
         ("server.tls_key=key.pem", r"did you mean 'server\.tls_files'"),
         ('media.allowed_sources=["./a"]', r"allowed_sources: '\./a' is neither a host"),
         ('media.allowed_sources=["https://a.org"]', r"nor the absolute path of a folder"),
+        ('server.cors_origins=["https://a.org/"]', r"cors_origins: 'https://a\.org/' is no origin"),
+        ('server.cors_origins=["a.org"]', r"write scheme and host"),
+        ('server.allowed_hosts=["a:80"]', r"allowed_hosts: 'a:80' is no name .* without .*port"),
+        ('server.allowed_hosts=["https://a"]', r"without scheme"),
+        ('server.allowed_hosts=[""]', r"'' is no name"),
+        ('server.served_model_names=[""]', r"served_model_names: a name is empty"),
         ("port=80", r"write section\.key \(did you mean 'server\.port'\?\)"),
         ("server.port", r"'server\.port' is not an override"),
         ("server.port=high", r"server\.port must be integer, not 'high'"),
@@ -486,3 +492,12 @@ def test_a_collector() -> None:
     url = "https://user:s3cret@[::1]:4318/otlp/v1/traces"
     assert load_config(overrides=[MODEL, f"tracing.endpoint={url}"]).tracing.endpoint == url
     assert not load_config(overrides=[MODEL, "tracing.endpoint="]).tracing.endpoint, "off"
+
+
+def test_origins_and_hosts() -> None:
+    given: dict[str, list[str]] = {
+        "server.cors_origins": ["*", "null", "https://a.org:8", "chrome-extension://a", "http://[::1]"],
+        "server.allowed_hosts": ["*", "*.a.org", "A_b", "127.0.0.1", "::1", "[fe80::1]", "ü.de"],
+    }  # fmt: skip
+    server = load_config(overrides={"model.path": "x"} | given).server
+    assert [server.cors_origins, server.allowed_hosts] == [*given.values()]

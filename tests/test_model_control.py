@@ -545,7 +545,10 @@ async def test_methods_of_an_extension(folder: Path) -> None:
         assert await texts_of(frontend) != old
 
 
-@pytest.mark.parametrize("name", ["tests.worker_extension.Replacing", "tests.nothing.There", "x"])
+@pytest.mark.parametrize(
+    "name",
+    ["tests.worker_extension.Replacing", "tests.nothing.There", "x", "tests.worker_extension"],
+)
 async def test_an_extension_that_cannot_be_used(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="worker_extension"):
         async with launched(folder, **{"parallel.worker_extension": name}):

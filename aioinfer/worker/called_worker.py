@@ -245,6 +245,8 @@ def extended(worker: type[Any], name: str | None) -> type[Any]:
         extension = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"parallel.worker_extension = {name!r}: {error}") from error
+    if not isinstance(extension, type):
+        raise ConfigError(f"parallel.worker_extension = {name!r} is no class")
     methods = [each for each in dir(extension) if not each.startswith("__")]
     if clashes := [each for each in methods if hasattr(worker, each)]:
         raise ConfigError(f"parallel.worker_extension: workers have {', '.join(clashes)} already")

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from aioinfer.api.batch import batches, objects, store
+from aioinfer.errors import ConfigError
 from tests.functional.conftest import Served, serve
 from tests.waiting import until
 
@@ -387,3 +388,10 @@ async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert found[1].errors.data[0].code == "server_error"
     assert await asyncio.to_thread(lambda: list(tmp_path.rglob("*.new"))) == []
     caplog.clear()
+
+
+async def test_a_damaged_record_ends_the_start_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-1.json").write_text('{"owner": "anonymous", "fi', "utf-8")
+    with pytest.raises(ConfigError, match=r"files/file-1\.json is damaged"):
+        store.FileStore(tmp_path)

@@ -274,7 +274,7 @@ class FileStore(Store):
         self._saving = asyncio.Lock()
         try:
             self._take()
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
             self.close()
             raise ConfigError(f"server.files_folder = {str(folder)!r}: {error}") from error
 
@@ -296,7 +296,10 @@ class FileStore(Store):
             left.unlink()
         places = self._folder.glob("*/*.json")
         for place in sorted(places, key=lambda file: (file.stat().st_mtime_ns, file.name)):
-            record = msgspec.json.decode(place.read_bytes(), type=_Record)
+            try:
+                record = msgspec.json.decode(place.read_bytes(), type=_Record)
+            except msgspec.DecodeError as error:
+                raise OSError(f"{place} is damaged, delete it to go on without: {error}") from error
             body: Any = record.file or record.batch
             self._stored[record.owner, body.id] = Stored(record.owner, body)
 
