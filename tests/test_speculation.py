@@ -181,6 +181,15 @@ def test_drafts_that_are_never_kept_cost_little(machine, streams: int, is_measur
     assert sum(simulation.drafts.values()) > 0
 
 
+@pytest.mark.parametrize(("machine", "streams"), [(card, 8), (card, 32), (of_experts, 8)])
+@pytest.mark.parametrize("first", [0.05, 0.1, 0.2])
+def test_drafts_that_are_seldom_kept_cost_little(machine, streams: int, first: float) -> None:
+    """A draft that is kept by chance does not bring many others."""
+    simulation = Simulation(machine, streams, first, 0.5, is_measured=True)
+    simulation.rate(100)
+    assert simulation.rate(600) >= 0.98 * streams / machine(streams)
+
+
 def test_first_steps_that_took_too_long_do_not_decide_for_good() -> None:
     """Steps without drafts are measured again, and then known to be faster."""
     simulation = Simulation(of_cpu, 1, 0.04, 0.04, is_measured=False)
@@ -419,7 +428,7 @@ def test_a_probe_of_a_drafter_waits_for_its_drafts() -> None:
     assert asked[asked.index({}) + 1] == {requests[0]: 1}
 
 
-@pytest.mark.parametrize("first", [0.0, 0.8])
+@pytest.mark.parametrize("first", [0.0, 0.1, 0.8])
 def test_in_a_pipeline_drafts_pay_for_the_wait_behind_them(first: float) -> None:
     """A step behind drafts is launched when their result has come, which takes 1.5 ms in the place
     of none; each of two stages takes half of a step. Times as of Qwen3-8B on two H200s."""
@@ -429,7 +438,7 @@ def test_in_a_pipeline_drafts_pay_for_the_wait_behind_them(first: float) -> None
     requests = [make_request("a", [1], 9)]
     seconds = tokens = drafts = 0
     had_drafts = False
-    for _ in range(400):
+    for step in range(600):
         count = (planning.lookahead(requests) or {}).get(requests[0], 0)
         took = card(1 + count, count > 0) + wait * had_drafts
         kept = 0
@@ -438,8 +447,9 @@ def test_in_a_pipeline_drafts_pay_for_the_wait_behind_them(first: float) -> None
         planning.note_step(1 + count, took, count > 0)
         if count:
             planning.take_lookahead(requests[0], count, kept)
-        seconds, tokens, drafts = seconds + took, tokens + 1 + kept, drafts + count
+        if step >= 200:
+            seconds, tokens, drafts = seconds + took, tokens + 1 + kept, drafts + count
         had_drafts = count > 0
     plain = 1 / card(1)
     assert drafts
-    assert tokens / seconds > (0.98 if first == 0.0 else 2.0) * plain
+    assert tokens / seconds > (0.98 if first < 0.5 else 2.0) * plain

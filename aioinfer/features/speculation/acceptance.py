@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 _WEIGHT, _PRIOR = 0.08, 1.0
 #: Weight of a draft that a step did not have, where all that it had were kept.
 _UNTRIED_WEIGHT = 0.02
-#: A draft that is kept where hardly any was shows that the text repeats something: the next steps
-#: try at least so hard.
-_DORMANT, _RETURN = 0.2, 0.5
+#: A draft that is kept where hardly any was may show that the text repeats something, or be chance.
+#: Of the drafts behind such drafts that part is expected to be kept that was kept of late; at first
+#: this one. Weight of one draft in that average.
+_DORMANT, _RETURN, _RETURN_WEIGHT = 0.2, 0.5, 0.05
 #: Probabilities of a new request are those of the others, but within these bounds.
 _MIN_NEW, _MAX_NEW = 0.15, 0.5
 #: What a request without drafts comes nearer to the average of all with each choice.
@@ -32,25 +33,31 @@ class Acceptance:
     Attributes:
         first: probability that the first draft of a step is kept.
         further: probability that a draft is kept if the draft before it is.
+        returned: of an average of requests, probability that a first draft is kept behind one that
+            was where hardly any was.
     """
 
-    __slots__ = ("_steps", "first", "further")
+    __slots__ = ("_has_returned", "_steps", "first", "further", "returned")
 
     def __init__(self, first: float = 0.3, further: float = 0.7):
-        self.first, self.further = first, further
-        self._steps = 0.0
+        self.first, self.further, self.returned = first, further, _RETURN
+        self._steps, self._has_returned = 0.0, False
 
     def new(self) -> Acceptance:
         """Returns the acceptance of a request of which nothing is known, if this is that of others
         on average."""
         return Acceptance(min(_MAX_NEW, max(_MIN_NEW, self.first)), self.further)
 
-    def learn(self, drafts: int, kept: int) -> None:
-        """Takes in a step with `drafts` drafts, of which the first `kept` were kept."""
+    def learn(self, drafts: int, kept: int, others: Acceptance) -> None:
+        """Takes in a step with `drafts` drafts, of which the first `kept` were kept; `others` is
+        the average of all requests."""
         self._steps += 1.0
+        if self._has_returned:
+            others.returned += _RETURN_WEIGHT * (bool(kept) - others.returned)
+        self._has_returned = kept > 0 and self.first < _DORMANT
         weight = max(_WEIGHT, 1.0 / (_PRIOR + self._steps))
         if kept:
-            returned = _RETURN if self.first < _DORMANT else 0.0
+            returned = others.returned if self._has_returned else 0.0
             self.first = max(returned, self.first + weight * (1.0 - self.first))
         else:
             self.first -= weight * self.first

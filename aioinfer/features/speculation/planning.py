@@ -8,7 +8,8 @@ drafts of low probability pay; with many, or where experts make rows dear, only 
 do.
 
 Where none pays, a request is still probed with one draft now and then, so rarely that probes cost
-at most `MAX_PROBE_COST` of the time. A probe that is kept brings the request's drafts back at once.
+at most `MAX_PROBE_COST` of the time. A probe that is kept brings the request's drafts back at once,
+unless the drafts behind such probes were seldom kept of late (`Acceptance.returned`).
 
 Requests whose features need each token before the next one (`Use.allows_lookahead`) have no drafts,
 and those under a mask (`Use.needs_drafts`) only drafts that the engine can find as the workers do.
@@ -207,10 +208,10 @@ class Planning(StepFeature):
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """See `StepFeature.take_lookahead`."""
         match, acceptance = self._known(request).acceptance_at(self._step - self._num_ahead)
-        acceptance.learn(rows, kept)
+        mean = self.means[match]
+        acceptance.learn(rows, kept, mean)
         if request.uses and (use := request.use(Predicted)) is not None:
             use.note(rows, kept)
-        mean = self.means[match]
         mean.first += _MEAN_WEIGHT * (bool(kept) - mean.first)
         if kept:
             if self._chosen is None:
