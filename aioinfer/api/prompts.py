@@ -60,7 +60,7 @@ def _sources(frontend: Frontend, prompt: Prompt, place: str) -> list[MediaSource
     if places != len(files):
         raise FieldError(
             f"{place}.multimodal_data",
-            f"has {len(files)} files, and prompt_string {places} places ({MEDIA_MARKER})",
+            f"must hold a file for each {MEDIA_MARKER} of the text: {places}, not {len(files)}",
         )
     hears = "audio" in frontend.input_modalities
     return [
@@ -81,7 +81,7 @@ async def encode_prompt(
     if isinstance(prompt, str):
         return await frontend.encode(prompt, add_special_tokens, max_tokens=max_tokens)
     if str not in set(map(type, prompt)):
-        # one with pictures stays one
+        # a `PicturePrompt` keeps its pictures
         return prompt if isinstance(prompt, list) else list(prompt)  # type: ignore[arg-type]
     ids: list[int] = []
     for index, part in enumerate(prompt):

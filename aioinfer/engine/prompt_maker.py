@@ -194,7 +194,9 @@ class PromptMaker:
         elif sources:
             self._require_texts(sources[0].place)
             name = self.config.served_model_names[0]
-            raise FieldError(sources[0].place, f"is a file, and the model {name!r} reads text")
+            raise FieldError(
+                sources[0].place, f"is a file, and the model {name!r} reads text alone"
+            )
 
     async def encode_media(
         self,

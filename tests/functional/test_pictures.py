@@ -291,10 +291,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "truncate_prompt_tokens", "would cut",
     ),
     "llama.cpp's file without a place": (
-        *llama_of("a", BASE64), "prompt.multimodal_data", "has 1 files, and prompt_string 0 places",
+        *llama_of("a", BASE64), "prompt.multimodal_data", "<__media__> of the text: 0, not 1",
     ),
     "llama.cpp's places without files": (
-        *llama_of("<__media__><__media__>"), "prompt.multimodal_data", "0 files",
+        *llama_of("<__media__><__media__>"), "prompt.multimodal_data", ": 2, not 0",
     ),
     "llama.cpp's data URL": (
         *llama_of("<__media__>", URL), "prompt.multimodal_data[0]", "is not valid base64",
@@ -343,7 +343,7 @@ async def test_models_refuse_what_they_do_not_read(sighted: Served, served: Serv
     path, body = llama_of("<__media__>", BASE64)
     error = (await served.post(path, 400, **body))["error"]
     assert error["param"] == "prompt.multimodal_data[0]"
-    assert "'smollm2' reads text" in error["message"]
+    assert "'smollm2' reads text alone" in error["message"]
     text = await served.post(path, prompt={"prompt_string": "<__media__>"}, n_predict=0)
     assert text["prompt"] == "<__media__>"
 
