@@ -28,15 +28,15 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Vocabulary
-from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
+from aioinfer.layers.kv_cache import KVCache, KVScales
 from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.part_maker import describe_mixers
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step
-from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.config import read_dtype, read_json
+from aioinfer.models.fallback_attention import PagedAttention, attend
 from aioinfer.models.text_model import lay_over
 from aioinfer.models.vision.tower import Tower
 
@@ -44,8 +44,6 @@ from aioinfer.models.vision.tower import Tower
 _INTERFACE = "aioinfer_paged"
 #: Kinds of layers whose attention is causal over keys and values, by transformers' names.
 _LAYER_KINDS = ("full_attention", "sliding_attention", "attention")
-#: Arguments of transformers' attention interface that change its result beyond what we compute.
-_UNSUPPORTED = {"s_aux": "attention sinks", "position_bias": "a position bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ class FallbackModel:
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
     ) -> None:
         """See `CausalLM.load`. Each rank reads all weights, and keeps its part."""
-        AttentionInterface.register(_INTERFACE, _attend)
+        AttentionInterface.register(_INTERFACE, attend)
         options: dict[str, Any] = {
             "attn_implementation": _INTERFACE,
             "trust_remote_code": self._options.trust_remote_code,
@@ -365,94 +363,6 @@ class _GivenStates(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
         return BaseModelOutputWithPast(last_hidden_state=self._states[None])
-
-
-class PagedAttention:
-    """The attention of one layer, which transformers' module calls in place of its own.
-
-    Attributes:
-        shape: of the layer; known once the module has called it.
-        step: which the next call is for; None while shapes are found out.
-    """
-
-    shape: AttentionShape
-
-    def __init__(self, module: nn.Module, found: dict[int, PagedAttention]):
-        self.step: Step | None = None
-        self._module = module
-        self._found = found
-        self._cache: KVCache | None = None
-        self._torch: TorchAttention | None = None
-        self._kernel: Any = None
-
-    def bind(self, cache: KVCache, group: int, plans: Any, backend: Backend) -> None:
-        """Gives the layer its KV cache; with plans, for the kernels."""
-        self._cache, self._torch = cache, TorchAttention(self.shape, group)
-        if plans is not None:
-            from aioinfer.layers.kernel_attention import KernelAttention
-
-            self._kernel = KernelAttention(
-                self.shape, group, cache, plans, None, None, pdl=backend.pdl
-            )
-
-    def __call__(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """Returns [1, T, heads, head_size] for queries [1, heads, T, head_size], keys and values
-        [1, kv_heads, T, head_size], rotated."""
-        if self.step is None:
-            self._note_shape(queries, keys, values, options)
-            return queries.transpose(1, 2)
-        q, k, v = (part[0].transpose(0, 1).contiguous() for part in (queries, keys, values))
-        if self._kernel is not None:
-            return self._kernel.attend_rotated(q, k, v, self.step)[None]
-        assert self._torch is not None
-        assert self._cache is not None
-        return self._torch(q, k, v, self._cache, self.step)[None]
-
-    def _note_shape(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        options: Mapping[str, Any],
-    ) -> None:
-        name = type(self._module).__name__
-        for option, meaning in _UNSUPPORTED.items():
-            if options.get(option) is not None:
-                raise ConfigError(f"{name} has {meaning}, which is not supported")
-        if values.shape != keys.shape or queries.shape[-1] != keys.shape[-1]:
-            raise ConfigError(f"{name} has heads of different sizes, which is not supported")
-        if not getattr(self._module, "is_causal", True):
-            raise ConfigError(f"{name} is not causal")
-        scale = options.get("scaling")
-        self.shape = AttentionShape(
-            queries.shape[1],
-            keys.shape[1],
-            keys.shape[-1],
-            keys.shape[-1] ** -0.5 if scale is None else float(scale),
-            options.get("sliding_window"),
-            float(options.get("softcap") or 0.0),
-        )
-        number = self._module.layer_idx
-        assert isinstance(number, int)
-        self._found[number] = self
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Our attention, as transformers' attention interface calls it; there is no mask."""
-    return module.paged_attention(query, key, value, options), None
 
 
 # -------------------------------------------------------------------- tensor parallelism
