@@ -90,18 +90,13 @@ def expert_product(
     Raises:
         ValueError: the shapes do not fit.
     """
-    tokens, top_k = routed.experts.shape
-    num_local, lines, _ = weight.shape
-    num_experts = num_local if routed.counts is None else len(routed.counts)
-    values = x if isinstance(x, torch.Tensor) else x.values
+    values, lines = x if isinstance(x, torch.Tensor) else x.values, weight.shape[1]
     width = lines // 2 if gated and activation.is_gated else lines
     check_arguments(x, weight, routed, gated, activation, config)
     if out is None:
         dtype = dtype or values.dtype
-        out = torch.empty(tokens * top_k, width, dtype=dtype, device=values.device)
-    is_one = routed.counts is None and tokens == 1 and isinstance(x, torch.Tensor)
-    if config is None and is_one and not isinstance(weight, PackedExperts):
-        config = vector_config(gated=gated, itemsize=values_and_scales(weight)[0].element_size())
+        out = torch.empty(routed.experts.numel(), width, dtype=dtype, device=values.device)
+    config = config or _select_config(x, weight, routed, gated=gated)
     if norm_weight is not None and not (
         gated and routed.norm_factors is not None and isinstance(config, VectorConfig)
     ):
@@ -111,12 +106,22 @@ def expert_product(
         assert isinstance(x, torch.Tensor)
         launch_vector(x, given, out, config)
     else:
-        if config is None:
-            size = values.element_size()
-            format = format_name(weight, quantized=isinstance(x, ScaledInputs))
-            config = expert_config(tokens, top_k, num_experts, size, format)
         launch_tiles(x, given, out, config)
     return out
+
+
+def _select_config(
+    x: torch.Tensor | ScaledInputs, weight: ExpertWeights, routed: RoutedTokens, *, gated: bool
+) -> ExpertConfig | VectorConfig:
+    """Returns the configuration by the number of tokens and the format of the weight."""
+    tokens, top_k = routed.experts.shape
+    is_plain = isinstance(x, torch.Tensor) and not isinstance(weight, PackedExperts)
+    if routed.counts is None and tokens == 1 and is_plain:
+        return vector_config(gated=gated, itemsize=values_and_scales(weight)[0].element_size())
+    num_experts = weight.shape[0] if routed.counts is None else len(routed.counts)
+    values = x if isinstance(x, torch.Tensor) else x.values
+    format = format_name(weight, quantized=isinstance(x, ScaledInputs))
+    return expert_config(tokens, top_k, num_experts, values.element_size(), format)
 
 
 @triton.jit(do_not_specialize=["first_expert"])

@@ -169,18 +169,7 @@ def prepare_inputs(
         ValueError: the buffers are too small, or of a wrong dtype or layout.
     """
     rows, num_tokens = slots.shape[0], inputs.input_ids.shape[0]
-    if inputs.seq_lens.shape[0] != rows or inputs.block_tables.shape[1] < tables.shape[1]:
-        raise ValueError(
-            f"inputs hold {inputs.seq_lens.shape[0]} rows of {inputs.block_tables.shape[1]} "
-            f"blocks, not {rows} of {tables.shape[1]}"
-        )
-    if (
-        tokens.stride(1) != 1
-        or tables.stride(1) != 1
-        or tokens.dtype != torch.int32
-        or tables.dtype != torch.int32
-    ):
-        raise ValueError("tokens and tables must be int32 with contiguous rows")
+    _check_tables(tokens, tables, inputs, rows)
     if (rotary_offsets is None) != (inputs.rotary is None):
         raise ValueError("rotary_offsets are given where inputs have rotary positions")
     block = min(TOKENS_PER_PROGRAM, max(128, triton.next_power_of_2(max_length)))
@@ -195,6 +184,19 @@ def prepare_inputs(
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size,
         BLOCK=block, KEEPS_FIRST=keeps_first, num_warps=4,
     )  # fmt: skip
+
+
+def _check_tables(
+    tokens: torch.Tensor, tables: torch.Tensor, inputs: PreparedInputs, rows: int
+) -> None:
+    """Raises ValueError where arguments of `prepare_inputs` do not fit."""
+    if inputs.seq_lens.shape[0] != rows or inputs.block_tables.shape[1] < tables.shape[1]:
+        raise ValueError(
+            f"inputs hold {inputs.seq_lens.shape[0]} rows of {inputs.block_tables.shape[1]} "
+            f"blocks, not {rows} of {tables.shape[1]}"
+        )
+    if any(each.stride(1) != 1 or each.dtype != torch.int32 for each in (tokens, tables)):
+        raise ValueError("tokens and tables must be int32 with contiguous rows")
 
 
 @triton.jit(

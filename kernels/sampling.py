@@ -457,16 +457,8 @@ def sample_tokens(
     out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     if rows == 0:
         return out
-    first, vocab_size, buffers = (
-        (0, vocab, None) if shard is None else (shard.first, shard.vocab_size, shard.ll_buffers)
-    )
-    if buffers is not None and rows > len(buffers.epochs):
-        raise ValueError(f"{rows} rows of logits, but LL buffers for {len(buffers.epochs)}")
-    addresses, epochs, rank, size = (
-        (slot_ids, slot_ids, 0, 1)
-        if buffers is None
-        else (buffers.addresses, buffers.epochs, buffers.rank, buffers.size)
-    )
+    first, vocab_size = (0, vocab) if shard is None else (shard.first, shard.vocab_size)
+    addresses, epochs, rank, size = _exchange_of(shard, rows, slot_ids)
     best_scores, maxima, sums = torch.empty(
         3, rows, count, dtype=torch.float32, device=logits.device
     )
@@ -487,3 +479,17 @@ def sample_tokens(
         num_warps=16, launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _exchange_of(
+    shard: VocabShard | None, rows: int, unused: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Returns addresses, epochs, rank and size of the exchange between ranks; `unused` in the place
+    of tensors that one rank alone does not need. Raises ValueError for more rows than LL
+    buffers."""
+    buffers = None if shard is None else shard.ll_buffers
+    if buffers is None:
+        return unused, unused, 0, 1
+    if rows > len(buffers.epochs):
+        raise ValueError(f"{rows} rows of logits, but LL buffers for {len(buffers.epochs)}")
+    return buffers.addresses, buffers.epochs, buffers.rank, buffers.size
