@@ -125,19 +125,9 @@ def convolution_lookahead(
     channels, width = weight.shape
     states = windows.states
     check_saved([saved], [x], block_size)
-    if (
-        x.shape[1] != channels
-        or out.shape != x.shape
-        or x.stride(1) != 1
-        or states.shape[1:] != (channels, width - 1)
-        or states.stride()[1:] != (width - 1, 1)
-        or not weight.is_contiguous()
-        or (replayed is not None and (replayed.shape, replayed.dtype) != (saved.shape, out.dtype))
-    ):
-        raise ValueError(
-            f"x {tuple(x.shape)}, out {tuple(out.shape)}, windows {tuple(states.shape)} and weight "
-            f"{tuple(weight.shape)} do not fit together"
-        )
+    _check_shapes(x, out, states, weight)
+    if replayed is not None and (replayed.shape, replayed.dtype) != (saved.shape, out.dtype):
+        raise ValueError(f"replayed must be {tuple(saved.shape)} in {out.dtype}")
     rows = len(seq_lens) if query_starts is None else min(len(seq_lens), len(x))
     if rows == 0:
         return
@@ -149,3 +139,22 @@ def convolution_lookahead(
         HAS_STARTS=query_starts is not None, HAS_SILU=has_silu, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
+
+
+def _check_shapes(
+    x: torch.Tensor, out: torch.Tensor, states: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """Raises ValueError where arguments of `convolution_lookahead` do not fit together."""
+    channels, width = weight.shape
+    if (
+        x.shape[1] != channels
+        or out.shape != x.shape
+        or x.stride(1) != 1
+        or states.shape[1:] != (channels, width - 1)
+        or states.stride()[1:] != (width - 1, 1)
+        or not weight.is_contiguous()
+    ):
+        raise ValueError(
+            f"x {tuple(x.shape)}, out {tuple(out.shape)}, windows {tuple(states.shape)} and weight "
+            f"{tuple(weight.shape)} do not fit together"
+        )

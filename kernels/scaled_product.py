@@ -260,13 +260,7 @@ def scaled_product(
         raise ValueError("x has scales of groups, and the weight has none")
     if not rows:
         return out
-    if config is None:
-        if values.element_size() > 2:
-            config = WIDE_CONFIG
-        elif scaling == 0:
-            config = PLAIN_CONFIG
-        else:
-            config = product_config(rows, lines, inputs, grouped=grouped)
+    config = config or _select_config(values, scaling, lines, grouped=grouped)
     step = GROUP if grouped else config.step
     token_tiles, weight_tiles = -(-rows // config.tokens), -(-lines // config.features)
     added = out if residual is None else residual
@@ -291,6 +285,17 @@ def scaled_product(
         launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _select_config(
+    values: torch.Tensor, scaling: int, lines: int, *, grouped: bool
+) -> ProductConfig:
+    """Returns the configuration for values [M, K] and a weight of so many lines."""
+    if values.element_size() > 2:
+        return WIDE_CONFIG
+    if scaling == 0:
+        return PLAIN_CONFIG
+    return product_config(len(values), lines, values.shape[1], grouped=grouped)
 
 
 def _num_splits(config: ProductConfig, weight: ScaledMatrix, tiles: int, steps: int) -> int:
