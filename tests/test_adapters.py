@@ -30,12 +30,13 @@ from aioinfer.features.adapters.sections import (
     AdapterReads,
 )
 from aioinfer.features.adapters.serving import Serving
-from aioinfer.features.adapters.worker import READERS, HostAdapters, PendingReads, Work
+from aioinfer.features.adapters.worker import READERS, HostAdapters, Work
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.late_section import LateSection
 from tests.adapter_files import digest_adapter
 from tests.adapters import adapted_text, make_adapter, prompt_scores
 from tests.encoder_models import tiny_encoder
@@ -790,7 +791,7 @@ def test_memory_of_the_host_is_used_again(llama: Adapted) -> None:
     host.read(1, files)
     assert host.may_report
     assert host.report() == []
-    reads = PendingReads(AdapterReads, (), lambda: host.report(20))
+    reads = LateSection(AdapterReads, (), lambda: host.report(20))
     may_go_on.set()
     found = reads.to_section()
     assert isinstance(found, AdapterReads)

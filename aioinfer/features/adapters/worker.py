@@ -15,9 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -37,9 +35,9 @@ from aioinfer.features.adapters.sections import (
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import ADAPTERS, StoreTally, Tally
-from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
+from aioinfer.worker.late_section import LateSection
 from aioinfer.worker.pinned_memory import PinnedMemory
 
 _log = logging.getLogger(__name__)
@@ -172,26 +170,6 @@ class HostAdapters:
             time.sleep(_LOOK_S)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingReads(PendingSection):
-    """The reads that have ended by the time at which a step is over, and not when it is launched:
-    that is a step or two before.
-
-    Attributes:
-        report: returns them, as `AdapterReads` has them.
-    """
-
-    report: Callable[[], Sequence[tuple[int, int]]]
-
-    def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
-        """See `PendingSection.fetch`: nothing is on the device."""
-        return self
-
-    def to_section(self) -> Section:
-        """See `PendingSection.to_section`."""
-        return AdapterReads(*np.array(self.report(), np.int32).reshape(-1, 2).T.copy())
-
-
 class Work(WorkerFeature):
     """See `WorkerFeature`.
 
@@ -269,4 +247,4 @@ class Work(WorkerFeature):
         if not self._serves or not self.host.may_report:
             return None
         max_wait_s = _MAX_WAIT_S if self._awaits else 0.0
-        return PendingReads(AdapterReads, (), partial(self.host.report, max_wait_s))
+        return LateSection(AdapterReads, (), partial(self.host.report, max_wait_s))

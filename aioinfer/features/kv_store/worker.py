@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import torch
-
 from aioinfer.config_keys import parse_address
 from aioinfer.errors import ConfigError
 from aioinfer.features.kv_store.sections import KVLoaded, KVMoves
@@ -19,7 +16,6 @@ from aioinfer.ipc.kv_files import KVFiles
 from aioinfer.ipc.peer_link import read_key
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import KV_BLOCKS
-from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.kv_connector import DiskConnector as DiskPlanning
 from aioinfer.scheduler.peer_connector import PeerConnector as PeerPlanning
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
@@ -33,33 +29,13 @@ from aioinfer.worker.host_blocks import (
 from aioinfer.worker.kv_connector import Ended, HostBlock, KVConnector
 from aioinfer.worker.kv_disk import DiskConnector
 from aioinfer.worker.kv_peers import PeerConnector
+from aioinfer.worker.late_section import LateSection
 
 #: A plan that has nothing but reads waits so long for the first of them, and not longer: plans
 #: behind it wait as well.
 _MAX_WAIT_S = 0.02
 #: How often a rank looks meanwhile whether the others have read.
 _LOOK_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class PendingLoads(PendingSection):
-    """The loads that have ended by the time at which a result is read.
-
-    Attributes:
-        take_ended: returns their tickets, how many blocks of each are there (-1 for a load), and
-            the microseconds of a load's copies (-1 for a read).
-    """
-
-    take_ended: Callable[[], Sequence[tuple[int, int, int]]]
-
-    def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
-        """See `PendingSection.fetch`: nothing is on the device."""
-        return self
-
-    def to_section(self) -> Section:
-        """See `PendingSection.to_section`."""
-        ended = self.take_ended()
-        return KVLoaded(*np.array(ended, np.int32).reshape(-1, 3).T.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +203,10 @@ class Work(WorkerFeature):
         if copies is None or not (copies.has_loads or self._read):
             return None
         ended = copies.await_ended if self._is_awaited else copies.take_ended
-        return PendingLoads(KVLoaded, (), partial(self._take_ended, ended))
+        return LateSection(KVLoaded, (), partial(self._take_ended, ended))
 
     def _take_ended(self, loads: Callable[[], list[EndedLoad]]) -> Sequence[tuple[int, int, int]]:
-        """Returns what has ended since the last call; see `PendingLoads`."""
+        """Returns what has ended since the last call, as `KVLoaded` has it."""
         ended = [] if self._read else [(ticket, -1, micros) for ticket, micros in loads()]
         while self._read:
             ended.append((*self._read.popleft(), -1))

@@ -62,5 +62,4 @@ class Planning(StepFeature):
             for row in rows
             if (use := row.request.use(AdapterUse)) is not None
         ]
-        slots, adapters, starts, counts = np.array(columns, np.int32).T
-        return SoftPromptRows(*map(np.ascontiguousarray, (slots, adapters, starts, counts)))
+        return SoftPromptRows(*np.array(columns, np.int32).T.copy())
