@@ -35,7 +35,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import BeamSearch, SamplingParams
 from aioinfer.worker.late_section import LateSection
 from tests.adapter_files import digest_adapter
 from tests.adapters import adapted_text, make_adapter, prompt_scores
@@ -532,6 +532,29 @@ async def test_requests_of_one_adapter_do_not_keep_another_out(llama: Adapted) -
             for number in range(12):
                 group.create_task(run("large" if number == 2 else "small"))
         assert ended.index("large") <= 4
+    finally:
+        await llm.close()
+
+
+async def test_a_pause_that_waits_is_not_kept_up_by_the_turn_of_another_adapter(
+    llama: Adapted,
+) -> None:
+    """The sequences of a beam search that has begun all get the slot."""
+    llm = await launch(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 4})
+
+    async def search(name: str) -> None:
+        params = SamplingParams(adapter=name, max_tokens=8, beam_search=BeamSearch(3), n=1)
+        async for _ in llm.generate({"prompt_token_ids": llama.prompt}, params):
+            pass
+
+    try:
+        tasks = [asyncio.ensure_future(search(name)) for name in ["small", "large"] * 4]
+        scheduler = llm.frontend.engines[0].scheduler
+        while not all(task.done() for task in tasks):
+            await until(lambda: scheduler.num_running or scheduler.is_idle)
+            await asyncio.wait_for(llm.sleep(mode="wait"), 20)
+            await llm.wake_up()
+        await asyncio.gather(*tasks)
     finally:
         await llm.close()
 

@@ -10,7 +10,8 @@ without rows begin to read and ask for the end.
 If running requests have all slots, the adapter with the fewest of them gets no request that comes
 from then on until the request that waits has had its turn: its slot is for that request. Requests
 of that adapter that wait already go first, whatever their order in the queue, as many as run at a
-time: else two adapters with one slot would change places with each request.
+time: else two adapters with one slot would change places with each request. So do requests that
+have begun, of whatever adapter.
 """
 
 from __future__ import annotations
@@ -283,8 +284,8 @@ class Planning(StepFeature):
         if turn.request.status is not RequestStatus.WAITING:
             self._turn = None
             return False
-        if turn.place != place or turn.request is request:
-            return False
+        if turn.place != place or turn.request is request or request.has_begun:
+            return False  # siblings may wait for one that has begun, and a pause admits no other
         is_before = use.adapter.number == self._slots[place].number and use.order <= turn.order
         return not is_before or turn.num_before <= 0
 
