@@ -236,6 +236,7 @@ class SchedulerConfig:
         "Maximum number of sequences that run at a time on an engine (slots of a worker).",
         512,
         minimum=1,
+        maximum=65_536,
     )
     max_num_batched_tokens: int = key(
         "Token budget of a step: prefill and decode tokens together. Encoders compute prompts "
@@ -456,6 +457,7 @@ class ParallelConfig:
         "Compute threads of a CPU worker. Default: the machine's cores, divided among all workers.",
         None,
         minimum=1,
+        maximum=1024,
     )
     restart_workers: int = key(
         "Maximum number of consecutive restarts of an engine's workers after one died or "
