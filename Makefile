@@ -79,13 +79,14 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 
 # make test-extended  the tests marked extended, which `make test` and CI leave out: up to twenty
 #                     minutes on two cores
-# Bounds of memory are checked in a process that has run no other tests.
+# Two files run behind the others: bounds of memory are checked in a process that has run no other
+# tests, and a program of Ray ends where its cluster gets too little of the cores.
 .PHONY: test-extended
-MEMORY := tests/functional/test_picture_attacks.py
+LATER := tests/functional/test_picture_attacks.py tests/test_bench_executors.py
 
 test-extended: $(VENV)/.test
-	$(PYTEST) --dist loadfile -m extended tests --ignore=$(MEMORY) $(ARGS)
-	$(PYTEST) --dist loadfile -m extended $(MEMORY) $(ARGS)
+	$(PYTEST) --dist loadfile -m extended tests $(LATER:%=--ignore=%) $(ARGS)
+	$(PYTEST) --dist loadfile -m extended $(LATER) $(ARGS)
 	$(PYTEST) --dist load -m extended tests/kernels $(ARGS)
 
 # make test-models   tests with real weights (tests/models): fetches 1 GB once, takes a few

@@ -168,7 +168,7 @@ def test_chunks_cut_pictures_and_the_cache_holds_one(
 def budget(saved: Saved, tokens: int) -> dict[str, int]:
     """Returns the setting of a step's tokens: as many, or where pictures are not cut as the largest
     has, and one for each other request."""
-    if saved.name == "gemma4":
+    if saved.name in ("gemma3", "gemma4"):
         tokens = max(tokens, largest(saved) + 8)
     return {"scheduler.max_num_batched_tokens": tokens}
 

@@ -391,7 +391,10 @@ async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 async def test_a_damaged_record_ends_the_start_and_is_named(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "file-1.json").write_text('{"owner": "anonymous", "fi', "utf-8")
-    with pytest.raises(ConfigError, match=r"files/file-1\.json is damaged"):
+    def start() -> None:
+        (tmp_path / "files").mkdir()
+        (tmp_path / "files" / "file-1.json").write_text('{"owner": "anonymous", "fi', "utf-8")
         store.FileStore(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"files/file-1\.json is damaged"):
+        await asyncio.to_thread(start)

@@ -58,7 +58,7 @@ async def test_forms_of_prompts(served: Served) -> None:
     ids_of = served.frontend.encode
     mixed = [*await ids_of(start), " of", *await ids_of(" France"), end]
     assert (await served.post("/completion", **GREEDY | {"prompt": mixed}))["content"] == one
-    for wrong in ([], [[1, [2]]], {"prompt_string": "x"}, [-1], 7):
+    for wrong in ([], [[1, [2]]], {"prompt_string": 5}, [-1], 7):
         reply = await served.post("/completion", 400, **GREEDY | {"prompt": wrong})
         assert reply["error"]["type"] == "invalid_request_error"
         assert reply["error"]["code"] == 400
