@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 _WEIGHT, _PRIOR = 0.08, 1.0
 #: Weight of a draft that a step did not have, where all that it had were kept.
 _UNTRIED_WEIGHT = 0.02
-#: A draft that is kept where hardly any was may show that the text repeats something, or be chance.
-#: Of the drafts behind such drafts that part is expected to be kept that was kept of late; at first
-#: this one. Weight of one draft in that average.
+#: A draft that is kept where less than `_DORMANT` of them were may show that the text begins to
+#: repeat something, or be chance. How likely the next draft is then kept is learned as an average,
+#: which begins with `_RETURN` and takes in each such draft by `_RETURN_WEIGHT`.
 _DORMANT, _RETURN, _RETURN_WEIGHT = 0.2, 0.5, 0.05
 #: Probabilities of a new request are those of the others, but within these bounds.
 _MIN_NEW, _MAX_NEW = 0.15, 0.5

@@ -229,9 +229,9 @@ class Planning(StepFeature):
                 count(f"{ACCEPTED_AT}{position}")
 
     def note_step(self, num_rows: int, seconds: float, has_lookahead: bool) -> None:
-        """See `StepFeature.note_step`. In a pipeline a step behind drafts is launched when their
-        result has come. That wait counts for drafts: of steps with drafts those behind others with
-        drafts are measured, and of plain steps those behind plain ones."""
+        """See `StepFeature.note_step`. In a pipeline a step behind one with drafts is launched when
+        the result of that one has come. The wait is a cost of drafts: so a step is measured only
+        behind a step of its own kind, with drafts or without."""
         is_alike, self._had_drafts = has_lookahead == self._had_drafts, has_lookahead
         if self.costs is not None and (is_alike or self._num_stages == 1):
             self.costs.learn(num_rows, seconds, has_lookahead=has_lookahead)
