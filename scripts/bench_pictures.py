@@ -10,11 +10,14 @@ Rows, each streamed chats of `--input-len` tokens of text in and `--output-len` 
     new     each has a picture of its own, of `--side` pixels squared, a JPEG
     same    all have one picture, behind texts that differ: its embeddings are on the device, and no
             keys are in the prefix cache
+    long    no request has a picture, and each as many tokens as one with a picture
     beside  every eighth stream asks for texts alone beside such as in "new"; times between tokens
             are those of the texts
 
-`of_text` is the rate of requests in parts of the row "text"'s. The row "same" tells what a repeated
-picture costs beside its tokens: compare its time to the first token with "new".
+`of_text` is the rate of requests in parts of the row "text"'s. What a picture costs beside its
+tokens is what "new" and "same" take beyond "long": `repeat_of_first`, in the row "long", is the
+cost of a repeated picture in parts of that of a new one, by the medians of the times to the first
+token (of `--streams 1`: several requests wait for one another) and by seconds a request.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -41,7 +44,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchlib.server_process import ServerProcess, exiting_at_signals
 
-ROWS = ("text", "new", "same", "beside")
+ROWS = ("text", "new", "same", "long", "beside")
 _WORDS = 151_936
 _SPECIAL = {
     "<|im_start|>": 151_644, "<|im_end|>": 151_645, "<|vision_start|>": 151_652,
@@ -130,11 +133,14 @@ class Bench:
         self._numbers = np.random.default_rng(1)
         self._seed = 0
         self._text_rate: float | None = None
+        self._picture_tokens = 0
         self.rows: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Warms the server up, and measures all rows."""
-        asyncio.run(self._send_all(["new", "text"] * 4))
+        found, _ = asyncio.run(self._send_all(["new", "text"] * 4))
+        tokens = {record.has_picture: record.prompt_tokens for record in found}
+        self._picture_tokens = tokens[True] - tokens[False]  # all pictures have as many
         for row in ROWS:
             if row in self._options.rows:
                 self._measure(row)
@@ -161,8 +167,26 @@ class Bench:
             self._text_rate = rate
         elif self._text_rate is not None:
             figures["of_text"] = round(rate / self._text_rate, 3)
+        if row == "long":
+            figures["repeat_of_first"] = self._repeat_of_first(figures)
         self.rows.append(figures)
         print(json.dumps(figures), flush=True)
+
+    def _repeat_of_first(self, long: dict[str, Any]) -> dict[str, float]:
+        """Returns what a repeated picture costs in parts of a new one, each beyond a text of as
+        many tokens; nothing without these rows."""
+        rows = {figures["row"]: figures for figures in self.rows}
+        if not {"new", "same"} <= rows.keys():
+            return {}
+        new, same = rows["new"], rows["same"]
+
+        def part(cost: Callable[[dict[str, Any]], float]) -> float:
+            return round((cost(same) - cost(long)) / (cost(new) - cost(long)), 3)
+
+        return {
+            "ttft_p50": part(lambda row: row["ttft_p50_ms"]),
+            "seconds_a_request": part(lambda row: 1.0 / row["requests_per_s"]),
+        }
 
     def _bodies(self, kinds: Sequence[str]) -> list[bytes]:
         """Returns a body for each kind; pictures are made in threads, the one of "same" once."""
@@ -175,11 +199,15 @@ class Bench:
             urls = (
                 same if kind == "same" else next(new) if kind == "new" else "" for kind in kinds
             )
-            return [self._body(url) for url in urls]
+            return [
+                self._body(url, self._picture_tokens if kind == "long" else 0)
+                for kind, url in zip(kinds, urls, strict=True)
+            ]
 
-    def _body(self, url: str) -> bytes:
+    def _body(self, url: str, more: int) -> bytes:
+        """Returns a body with a picture or none, its text `more` tokens longer than the others'."""
         options, words = self._options, self._numbers
-        drawn = words.integers(1, options.vocab_size, options.input_len)
+        drawn = words.integers(1, options.vocab_size, options.input_len + more)
         text = " ".join(f"word{word}" for word in drawn)
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
         if url:
@@ -214,7 +242,7 @@ class Bench:
             return found, perf_counter() - began
 
     async def _send(self, http: aiohttp.ClientSession, kind: str, body: bytes) -> Record:
-        record, sent, last = Record(kind != "text"), perf_counter(), 0.0
+        record, sent, last = Record(kind in ("new", "same")), perf_counter(), 0.0
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None)
         async with http.post(

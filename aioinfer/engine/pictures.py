@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from typing import Any
 
 from aioinfer.config import Config
@@ -33,11 +35,49 @@ from aioinfer.text.tokenizer import Tokenizer
 _THREADS = 2
 #: Bytes of pictures and clips that all requests may have together, as the towers take them.
 _MAX_HELD_BYTES = 4 * 2**30
+#: Bytes of the pictures that are kept for later requests: forty of 1 024 x 1 024 pixels.
+_MAX_RECENT_BYTES = 128 * 2**20
 #: The types of parts, and what they are for chat templates.
 _KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "audio": "audio",
     "input_audio": "audio", "audio_url": "audio",
 }  # fmt: skip
+
+
+class _RecentPictures:
+    """Processed pictures by their files' contents, the least recently used go first: each turn of a
+    conversation sends its pictures again, and decoding one takes as long as a prefill of its
+    tokens.
+
+    Attributes:
+        nbytes: of their pixels.
+    """
+
+    _Key = tuple[PictureFormat, bytes]
+
+    def __init__(self) -> None:
+        self._pictures: OrderedDict[_RecentPictures._Key, ProcessedPicture] = OrderedDict()
+        self.nbytes = 0
+
+    @staticmethod
+    def key_of(format: PictureFormat, data: bytes) -> _Key:
+        """Returns the key of a file as a model with this format reads it."""
+        return format, blake2b(data, digest_size=32).digest()
+
+    def get(self, key: _Key) -> ProcessedPicture | None:
+        """Returns a picture, which becomes the most recently used; None if it is not there."""
+        if key in self._pictures:
+            self._pictures.move_to_end(key)
+        return self._pictures.get(key)
+
+    def add(self, key: _Key, picture: ProcessedPicture) -> None:
+        """Adds a picture, unless another request has added it; others make room."""
+        if key in self._pictures:
+            return
+        self._pictures[key] = picture
+        self.nbytes += picture.pixels.nbytes
+        while self.nbytes > _MAX_RECENT_BYTES:
+            self.nbytes -= self._pictures.popitem(last=False)[1].pixels.nbytes
 
 
 class PicturePrompt(list[int]):
@@ -164,6 +204,7 @@ class PictureReader:
         self._marker = self._text_of(format.marker_id)
         self._threads = ThreadPoolExecutor(_THREADS, "pictures")
         self._held: list[weakref.ref[U8]] = []  # what requests have, while any refers to it
+        self._recent = _RecentPictures()
         #: whether the chat template reads contents that are lists alone
         self.wants_parts = _wants_parts(tokenizer)
         self._writes_marker = _writes(tokenizer, [{"type": "image"}], self._marker)
@@ -201,18 +242,24 @@ class PictureReader:
             if self.held_bytes >= _MAX_HELD_BYTES:
                 raise OverloadedError("other requests' pictures use all memory; try again later")
             data = await self._reader.read(source)
-            run = asyncio.get_running_loop().run_in_executor
-            found.append(await run(self._threads, self._process, format, data, source.place))
-            self._held.append(weakref.ref(found[-1].pixels))
+            key = await asyncio.to_thread(self._recent.key_of, format, data)
+            picture = self._recent.get(key)
+            if picture is None:
+                run = asyncio.get_running_loop().run_in_executor
+                picture = await run(self._threads, self._process, format, data, source.place)
+                self._held.append(weakref.ref(picture.pixels))
+                self._recent.add(key, picture)
+            found.append(picture)
         return found
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pictures that have not been freed. The feature of pictures and whoever has a
-        prompt let them go at the end of a request; nothing waits for the collection of garbage."""
+        """Bytes of the pictures that have not been freed, beyond those that are kept for later
+        requests. The feature of pictures and whoever has a prompt let them go at the end of a
+        request; nothing waits for the collection of garbage."""
         alive = [(held, pixels.nbytes) for held in self._held if (pixels := held()) is not None]
         self._held = [held for held, _ in alive]
-        return sum(nbytes for _, nbytes in alive)
+        return sum(nbytes for _, nbytes in alive) - self._recent.nbytes
 
     def _process(self, format: PictureFormat, data: bytes, place: str) -> ProcessedPicture:
         picture: Any

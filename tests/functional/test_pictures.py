@@ -371,13 +371,49 @@ async def test_the_loop_is_not_held_up(sighted: Served) -> None:
 async def reader(
     sighted: Served, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[pictures.PictureReader]:
-    """The reader of the server's pictures; nothing collects garbage meanwhile."""
+    """The reader of the server's pictures, which keeps none for later requests; nothing collects
+    garbage meanwhile."""
     found = sighted.frontend._pictures
     assert found is not None
     monkeypatch.setattr(found, "_held", [])  # of tests before
+    monkeypatch.setattr(found, "_recent", pictures._RecentPictures())
+    monkeypatch.setattr(pictures, "_MAX_RECENT_BYTES", 0)
     gc.disable()
     yield found
     gc.enable()
+
+
+async def test_a_repeated_picture_is_not_decoded_again(
+    sighted: Served, reader: pictures.PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least recently used go where all do not fit."""
+    decoded = []
+    decode = pictures.decode_picture
+
+    def counted(data: bytes, *rest: Any) -> Image.Image:
+        decoded.append(data)
+        return decode(data, *rest)
+
+    monkeypatch.setattr(pictures, "decode_picture", counted)
+
+    async def text_of(number: int) -> str:
+        messages = conversation(picture(90, 80, number), TEXT)
+        fields = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        reply = await sighted.post(CHAT, messages=messages, **fields)
+        content: str = reply["choices"][0]["message"]["content"]
+        return content
+
+    cold = [await text_of(number) for number in (1, 2)]
+    assert len(decoded) == 2
+    monkeypatch.setattr(pictures, "_MAX_RECENT_BYTES", 2**30)
+    assert [await text_of(number) for number in (1, 2, 1, 2, 1)] == [*cold, *cold, cold[0]]
+    assert len(decoded) == 4
+    each = reader._recent.nbytes // 2
+    monkeypatch.setattr(pictures, "_MAX_RECENT_BYTES", 2 * each)
+    for number in (3, 1, 2):  # 3 displaces 2, and 2 displaces 3
+        await text_of(number)
+    assert len(decoded) == 6
+    assert reader._recent.nbytes == 2 * each
 
 
 async def freed(reader: pictures.PictureReader) -> None:
