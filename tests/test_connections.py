@@ -365,6 +365,7 @@ async def test_handshakes_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n%s", 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Key: %s" + b"y" * 20_000 + b"\r\n\r\n", 431),
         (b"GET /%s" + b"y" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-Key: %s\r\n" * 200 + b"\r\n", 431),
         (b"GET /health\r\nAuthorization: %s\r\n\r\n", 505),
         (b"GET /health\r\n\r\n", 505),
         (b"GET /health HTTP/0.9\r\nAuthorization: %s\r\n\r\n", 505),

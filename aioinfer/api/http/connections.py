@@ -383,9 +383,11 @@ CONNECTIONS = web.AppKey("connections", ConnectionServer)
 
 def _malformed(error: http_exceptions.HttpProcessingError) -> tuple[int, str, str]:
     """Returns status, message and code for a request that could not be parsed. The parser's own
-    message holds the raw line."""
+    message, which is not shown, may hold the raw line."""
     if isinstance(error, http_exceptions.LineTooLong):
         return 431, "the request line or a header is too long", "header_too_large"
+    if "Too many headers" in error.message:
+        return 431, "the request has too many headers", "header_too_large"
     if "Missing 'Host'" in error.message:
         return 400, "a request of HTTP/1.1 must have a Host header", "malformed_request"
     return 400, "this is not a well-formed HTTP request", "malformed_request"
