@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from aioinfer.api.decoding import MAX_TOKEN_IDS, decode, decode_large
-from aioinfer.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from aioinfer.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import RequestError
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from aioinfer.api.decoding import MAX_PROMPTS, MAX_TOKEN_IDS, decode, decode_large
-from aioinfer.api.openai.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from aioinfer.api.openai.pooling import EmbeddingRequest
+from aioinfer.api.openai.scoring import RerankRequest, ScoreRequest
 from aioinfer.errors import RequestError
 
 

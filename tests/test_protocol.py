@@ -9,16 +9,10 @@ from aioinfer.api.anthropic import MessagesRequest
 from aioinfer.api.decoding import MAX_PROMPTS, Body, decode
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.llama_cpp import LlamaCompletion, LlamaEmbedding
-from aioinfer.api.ollama import OllamaChat, OllamaGenerate, ShowRequest
-from aioinfer.api.openai.pooling_bodies import OllamaEmbedRequest
+from aioinfer.api.ollama import OllamaChat, OllamaEmbedRequest, OllamaGenerate, ShowRequest
 from aioinfer.api.openai.responses_body import ResponseRequest
-from aioinfer.api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    template_options,
-)
+from aioinfer.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import SamplingParams
 
@@ -430,20 +424,20 @@ class TestChat:
             "parse_special": False,
             "template_kwargs": None,
         }
-        assert template_options(chat()) == plain
-        assert template_options(chat(parse_special=True)) == plain | {"parse_special": True}
-        assert template_options(chat(tools=tools)) == plain | {"tools": tools}
-        assert template_options(chat(tools=tools, tool_choice="none")) == plain
-        assert template_options(chat(chat_template_kwargs={"enable_thinking": False})) == plain | {
+        assert chat().template_options() == plain
+        assert chat(parse_special=True).template_options() == plain | {"parse_special": True}
+        assert chat(tools=tools).template_options() == plain | {"tools": tools}
+        assert chat(tools=tools, tool_choice="none").template_options() == plain
+        assert chat(chat_template_kwargs={"enable_thinking": False}).template_options() == plain | {
             "template_kwargs": {"enable_thinking": False}
         }
         given = chat(
             reasoning_effort="low", documents=[{"text": "x"}], chat_template_kwargs={"a": 1}
         )
-        assert template_options(given) == plain | {
+        assert given.template_options() == plain | {
             "template_kwargs": {"reasoning_effort": "low", "documents": [{"text": "x"}], "a": 1}
         }
-        assert template_options(chat(continue_final_message=True)) == plain | {
+        assert chat(continue_final_message=True).template_options() == plain | {
             "add_generation_prompt": False,
             "continue_final_message": True,
         }

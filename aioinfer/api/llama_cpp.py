@@ -30,8 +30,7 @@ from aioinfer.api.generation import (
 )
 from aioinfer.api.logprobs import LOWEST, LikelyToken, formatted
 from aioinfer.api.messages import template_messages
-from aioinfer.api.openai.pooling import PoolingDialect
-from aioinfer.api.openai.pooling_bodies import PoolingBody
+from aioinfer.api.openai.pooling import PoolingBody, PoolingDialect
 from aioinfer.api.prompts import encode_prompts
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.engine.chat_turn import conversation_input
@@ -307,7 +306,7 @@ async def apply_template(request: web.Request, body: protocol.ChatRequest) -> we
     marker for each picture or sound, and without the token (BOS) that `/completion` puts before
     it."""
     frontend = frontend_of(request)
-    messages, options = await template_messages(body.messages), protocol.template_options(body)
+    messages, options = await template_messages(body.messages), body.template_options()
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
     prompt = await frontend.render_chat(shown, protocol.MEDIA_MARKER, tools=tools, **options)

@@ -1,5 +1,5 @@
-"""Ollama's API as desktop clients know it: `/api/chat`, `/api/generate`, `/api/tags`, `/api/ps` and
-`/api/show`, and their bodies. `pooling` has its embeddings.
+"""Ollama's API as desktop clients know it: `/api/chat`, `/api/generate`, `/api/embed`,
+`/api/embeddings`, `/api/tags`, `/api/ps` and `/api/show`, and their bodies.
 
 Streams are lines of JSON; replies are streamed unless `stream` is false.
 """
@@ -23,6 +23,7 @@ from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import ScoredToken
 from aioinfer.api.messages import TemplateContent, converted, template_content
+from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
 from aioinfer.api.protocol import (
     GenerationBody,
     Ignored,
@@ -39,6 +40,7 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError
 from aioinfer.executor.base import WorkerReport
+from aioinfer.ipc.sections import F32
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import MAX_LOGPROBS, GrammarSpec
 from aioinfer.text.message_blocks import Block, BlockKind
@@ -244,6 +246,27 @@ class ShowRequest(Tagged, Body, kw_only=True):
         super().__post_init__()
 
 
+class OllamaEmbedRequest(Tagged, EmbeddingBody, kw_only=True):
+    """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
+    is false. `options` hold Ollama's settings of sampling and loading, which have no effect."""
+
+    options: Ignored = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.truncation_side is None:
+            self.truncation_side = "right"
+        if self.truncate is not False and self.truncate_prompt_tokens is None:
+            self.truncate_prompt_tokens = -1
+
+
+class OllamaEmbeddingsRequest(OllamaEmbedRequest, kw_only=True):
+    """`POST /api/embeddings`, the older form: one text, named `prompt`."""
+
+    input: str = msgspec.field(name="prompt")
+
+
 class Answer(Struct, kw_only=True):
     """The message of a line of `/api/chat`."""
 
@@ -331,6 +354,22 @@ class ShownModel(Struct, kw_only=True):
     modified_at: str
     model_info: dict[str, Any]
     capabilities: Sequence[str]
+
+
+class OllamaEmbeddings(Struct, kw_only=True):
+    """The reply of `/api/embed`: a vector for each input; durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct, kw_only=True):
+    """The reply of `/api/embeddings`."""
+
+    embedding: list[float]
 
 
 async def list_tags(request: web.Request) -> ModelTags:
@@ -538,6 +577,36 @@ class GenerateDialect(OllamaDialect):
 
     body_type = OllamaGenerate
     text_field = "prompt"
+
+
+class EmbedDialect(InputDialect[OllamaEmbedRequest]):
+    """Embeds each input, in the shape of Ollama's `/api/embed`."""
+
+    body_type = OllamaEmbedRequest
+    reply_type = OllamaEmbeddings
+
+    def reply(self, states: list[F32]) -> Any:
+        """See `PoolingDialect.reply`."""
+        return OllamaEmbeddings(
+            model=self.model_name,
+            embeddings=[self.vector(state, self.body.dimensions, True) for state in states],
+            total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
+            load_duration=0,
+            prompt_eval_count=self.usage.prompt_tokens,
+        )
+
+
+class EmbeddingDialect(InputDialect[OllamaEmbeddingsRequest]):
+    """Embeds one input, in the shape of Ollama's older `/api/embeddings`. Its clients normalise by
+    themselves, and expect the vector as the model has it."""
+
+    body_type = OllamaEmbeddingsRequest
+    reply_type = OllamaEmbedding
+
+    def reply(self, states: list[F32]) -> Any:
+        """See `PoolingDialect.reply`."""
+        vector = self.vector(states[0], self.body.dimensions, False)
+        return OllamaEmbedding(embedding=vector)
 
 
 def _nanoseconds(milliseconds: float) -> int:

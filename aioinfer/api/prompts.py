@@ -15,7 +15,6 @@ from aioinfer.api.protocol import (
     MediaPrompt,
     Prompt,
     SamplingBody,
-    template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
 from aioinfer.engine.frontend import Frontend
@@ -108,7 +107,7 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
 
 async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
     """Returns the token ids of a conversation. Raises `RequestError`."""
-    messages, options = await template_messages(body.messages), template_options(body)
+    messages, options = await template_messages(body.messages), body.template_options()
     limit = max_uncut(body)
     ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
     return ids if limit is None else cut(frontend, body, ids, _room(frontend, body))

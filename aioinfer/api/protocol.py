@@ -1,4 +1,4 @@
-"""Request bodies of completions, chat completions and tokenization: decoding and validation.
+"""Request bodies of completions and chat completions, and the parts that other bodies share.
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
 and names while it decodes; a body that it rejects is examined again in `decoding`, so that a valid
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
@@ -490,43 +490,16 @@ class ChatRequest(SamplingBody, kw_only=True):
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
         return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
+    def template_options(self) -> dict[str, Any]:
+        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
+        variables = self.given("reasoning_effort", "verbosity", "documents")
+        return template_options(self, **variables) | {
+            "tools": None if self.tool_choice == "none" else self.tools or None,
+            "parse_special": bool(self.parse_special),
+        }
+
     def sampling_fields(self) -> dict[str, Any]:
         return ({"logprobs": 0} if self.logprobs else {}) | super().sampling_fields()
-
-
-class TokenizeRequest(Body, kw_only=True):
-    """`POST /tokenize`, with a `prompt`, with `messages`, or with llama.cpp's `content`."""
-
-    prompt: str | None = None
-    content: str | list[str | TokenId] | None = None
-    add_special: bool | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    parse_special: bool | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-    def check(self) -> None:
-        given = [each for each in (self.prompt, self.messages, self.content) if each is not None]
-        if len(given) != 1:
-            raise RequestError("either prompt, messages or content must be given", param="prompt")
-        if self.content is not None and self.parse_special is False:
-            raise FieldError(
-                "parse_special",
-                "must be true: the text of a special token in content becomes that token",
-            )
-        check_messages(self.messages or [])
-
-
-class DetokenizeRequest(Body, kw_only=True):
-    """`POST /detokenize`."""
-
-    token_field: ClassVar[str] = "tokens"
-
-    tokens: list[TokenId]
 
 
 def check_truncation(limit: int | None) -> None:
@@ -551,19 +524,22 @@ def check_messages(messages: list[Message]) -> None:
         message.check(f"messages[{index}]")
 
 
-def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Returns the arguments of `Frontend.encode_chat` besides the messages."""
-    continues = bool(body.continue_final_message)
-    hides_tools = isinstance(body, ChatRequest) and body.tool_choice == "none"
-    names = ("reasoning_effort", "verbosity", "documents") if isinstance(body, ChatRequest) else ()
+class Templated(Protocol):
+    """A body with a conversation that the chat template writes."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def template_options(body: Templated, **fields: Any) -> dict[str, Any]:
+    """Returns the arguments of `Frontend.encode_chat` that all bodies with a conversation have;
+    `fields` are variables of the template besides `chat_template_kwargs`."""
+    continues, begins = bool(body.continue_final_message), body.add_generation_prompt
     return {
-        "tools": None if hides_tools else body.tools or None,
-        "add_generation_prompt": not continues
-        if body.add_generation_prompt is None
-        else body.add_generation_prompt,
+        "add_generation_prompt": not continues if begins is None else begins,
         "continue_final_message": continues,
-        "parse_special": bool(body.parse_special),
-        "template_kwargs": template_variables(body.chat_template_kwargs, **body.given(*names)),
+        "template_kwargs": template_variables(body.chat_template_kwargs, **fields),
     }
 
 

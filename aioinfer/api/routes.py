@@ -33,7 +33,7 @@ from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.llama_cpp import TemplateReply
-from aioinfer.api.openai import audio, chat, completions, pooling, responses, tokenization
+from aioinfer.api.openai import audio, chat, completions, pooling, responses, scoring, tokenization
 from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
@@ -163,8 +163,8 @@ ROUTES: tuple[Route, ...] = (
     _get("/api/tags", ollama.list_tags),
     _get("/api/ps", ollama.list_running),
     _get("/api/version", info.version),
-    _dialect("/api/embed", pooling.OllamaEmbedDialect),
-    _dialect("/api/embeddings", pooling.OllamaEmbeddingDialect),
+    _dialect("/api/embed", ollama.EmbedDialect),
+    _dialect("/api/embeddings", ollama.EmbeddingDialect),
     # llama.cpp
     _dialect("/completion", llama_cpp.LlamaDialect),
     _dialect("/embedding", llama_cpp.LlamaEmbedDialect),
@@ -175,11 +175,11 @@ ROUTES: tuple[Route, ...] = (
     _dialect("/v1/embeddings", pooling.EmbeddingDialect),
     _dialect("/pooling", pooling.StatesDialect),
     _dialect("/classify", pooling.ClassifyDialect),
-    _dialect("/score", pooling.ScoreDialect),
-    _dialect("/v1/score", pooling.ScoreDialect),
-    _dialect("/rerank", pooling.RerankDialect),
-    _dialect("/v1/rerank", pooling.RerankDialect),
-    _dialect("/v2/rerank", pooling.RerankDialect),
+    _dialect("/score", scoring.ScoreDialect),
+    _dialect("/v1/score", scoring.ScoreDialect),
+    _dialect("/rerank", scoring.RerankDialect),
+    _dialect("/v1/rerank", scoring.RerankDialect),
+    _dialect("/v2/rerank", scoring.RerankDialect),
     _post("/tokenize", tokenization.tokenize, TokenizeReply),
     _post("/detokenize", tokenization.detokenize, DetokenizeReply),
     # The server and its model

@@ -86,11 +86,8 @@ class PromptReader:
     async def _encode(self, path: str, raw: bytes) -> Prompt | None:
         if (dialect := _DIALECTS.get(path)) is None:
             return None
-        frontend, body = (
-            self._frontend,
-            await decode_body([raw], dialect.body_type, ignores_unknown=True),
-        )
-        prompts = await dialect.encode(frontend, body, body.tool_use())
+        body = await decode_body([raw], dialect.body_type, ignores_unknown=True)
+        prompts = await dialect.encode(self._frontend, body, body.tool_use())
         # the blocks of the first prompt stand for all: most requests have one
-        prepared = await frontend.prepare(prompts[0], cache_salt=body.cache_salt or "")
+        prepared = await self._frontend.prepare(prompts[0], cache_salt=body.cache_salt or "")
         return Prompt(sum(map(len, prompts)), prepared.hashes)

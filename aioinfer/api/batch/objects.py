@@ -30,10 +30,9 @@ from aioinfer.api.batch.store import (
     page_of,
     require_files,
 )
-from aioinfer.api.context import read_query
+from aioinfer.api.context import chunks_of, read_query, receive_form
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import shorten
-from aioinfer.api.form import chunks_of, receive_form
 from aioinfer.api.openai.responses_body import Item, input_items
 from aioinfer.errors import RequestError
 

@@ -23,14 +23,15 @@ from aioinfer.api.context import (
     MODELS,
     RATE_LIMITER,
     REQUEST_BODIES,
+    chunks_of,
     frontend_of,
     name_model,
+    receive_form,
 )
 from aioinfer.api.decoding import Body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import error_event, json_response
 from aioinfer.api.event_stream import EventStream
-from aioinfer.api.form import chunks_of, receive_form
 from aioinfer.api.generation import Generation, data_event
 from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.engine.output import Delta

@@ -1,6 +1,7 @@
-"""Endpoints of pooling requests: embeddings, pooled states, classes, scores and ranks. They are
-admitted, limited, scheduled and logged as completions are. Vectors are lists of numbers, or base64
-of little-endian float32.
+"""Endpoints of pooling requests: embeddings, pooled states and classes. They are admitted, limited,
+scheduled and logged as completions are. Vectors are lists of numbers, or base64 of little-endian
+float32. The names of fields are OpenAI's, and vLLM's for what OpenAI does not have. `scoring` has
+scores and ranks, `ollama` and `llama_cpp` the embeddings of their APIs.
 """
 
 from __future__ import annotations
@@ -10,26 +11,21 @@ import base64
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-import numpy as np
 import orjson
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
+from aioinfer.api import protocol
 from aioinfer.api.context import encode
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Dialect, Generation
-from aioinfer.api.http.logs import RECORD
-from aioinfer.api.messages import template_messages
-from aioinfer.api.openai import pooling_bodies as bodies
+from aioinfer.api.messages import Message, template_messages
 from aioinfer.api.prompts import cut, encode_prompts, max_uncut
-from aioinfer.api.protocol import Prompt
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.engine.pooled_prompts import join_texts, max_kept
-from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
@@ -38,7 +34,183 @@ from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 _FEW_NUMBERS = 16_384
 
 
-B = TypeVar("B", bound=bodies.PoolingBody)
+class PoolingBody(protocol.PromptsBody, kw_only=True):
+    """Base class of the bodies of pooling requests. `truncate_prompt_tokens` keeps the end of a
+    text, as in vLLM, unless `truncation_side` is "right"."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: protocol.Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    user: protocol.Ignored = None
+
+    def check(self) -> None:
+        super().check()
+        protocol.check_truncation(self.truncate_prompt_tokens)
+
+
+class InputBody(PoolingBody, kw_only=True):
+    """A body with an `input`: one or many texts, or one or many lists of token ids, or what
+    `prompts` has beside these. Or with `messages`, a conversation, whose text under the chat
+    template is the input (vLLM's form)."""
+
+    input: protocol.Prompts | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.messages is not None and self.input is not None:
+            raise RequestError("input and messages cannot be combined", param="messages")
+        if self.messages is not None:
+            if self.add_special_tokens:
+                raise FieldError(
+                    "add_special_tokens", "goes with input: the chat template has its own"
+                )
+            protocol.check_messages(self.messages)
+        elif self.input is None:
+            raise FieldError("input", "is missing", "missing_required_parameter")
+
+    @property
+    def prompt_field(self) -> str:
+        return "" if self.input is None else "input"
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
+        begins = bool(self.add_generation_prompt)  # no answer follows
+        return protocol.template_options(self) | {"add_generation_prompt": begins}
+
+
+class EmbeddingBody(InputBody, kw_only=True):
+    """A body whose inputs are embedded."""
+
+    dimensions: protocol.Count | None = None
+    prompt_name: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.messages is not None and self.prompt_name is not None:
+            raise FieldError(
+                "prompt_name",
+                "goes with input: messages are embedded as the chat template writes them",
+            )
+
+
+class EmbeddingRequest(EmbeddingBody, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    token_field: ClassVar[str] = "input"
+
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+    @property
+    def normalizes(self) -> bool | None:
+        """Whether vectors are to have length 1; None leaves it to the endpoint. `use_activation` is
+        vLLM's name."""
+        return self.use_activation if self.normalize is None else self.normalize
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    """`POST /pooling`."""
+
+    pooling_type: Literal["last", "mean", "cls", "all"] | None = None
+    task: Literal["embed", "token_embed"] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.task == "token_embed" and self.pooling_type not in (None, "all"):
+            raise RequestError(
+                f"token_embed has a vector for each token, and pooling_type is "
+                f"{self.pooling_type!r}",
+                param="pooling_type",
+            )
+
+    @property
+    def kind(self) -> str | None:
+        """How to pool; None leaves it to the model."""
+        return "all" if self.task == "token_embed" else self.pooling_type
+
+    @property
+    def normalizes(self) -> bool | None:
+        """See `EmbeddingRequest.normalizes`; an embedding is normalised."""
+        found = super().normalizes
+        return True if found is None and self.task is not None else found
+
+
+class ClassifyRequest(InputBody, kw_only=True):
+    """`POST /classify`."""
+
+    token_field: ClassVar[str] = "input"
+
+
+class EmbeddingUsage(Struct, kw_only=True):
+    """Tokens of a request without an output."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | UnsetType = UNSET
+
+
+class EmbeddingItem(Struct, kw_only=True):
+    """The vector of an input: numbers, or their base64; with pooling "all" one for each token."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float | list[float]] | str
+
+
+class Embeddings(Struct, kw_only=True):
+    """The reply of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: EmbeddingUsage
+    data: list[EmbeddingItem] = []
+
+
+class PooledReply(Struct, kw_only=True):
+    """The fields that vLLM's replies to pooling requests have in common."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: EmbeddingUsage
+
+
+class PooledItem(Struct, kw_only=True):
+    """The pooled state of an input, or the states of its tokens."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float | list[float]] | str
+
+
+class PoolingReply(PooledReply, kw_only=True):
+    """The reply of `/pooling`."""
+
+    data: list[PooledItem] = []
+
+
+class ClassifiedItem(Struct, kw_only=True):
+    """The classes of an input: the likeliest, and the probability of each."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(PooledReply, kw_only=True):
+    """The reply of `/classify`."""
+
+    data: list[ClassifiedItem]
+
+
+B = TypeVar("B", bound=PoolingBody)
 
 
 class PoolingDialect(Dialect[B]):
@@ -57,7 +229,7 @@ class PoolingDialect(Dialect[B]):
     id_prefix = "embd-"
     param = "input"
     second_texts: Sequence[int] = ()
-    usage: bodies.EmbeddingUsage
+    usage: EmbeddingUsage
 
     def __init__(self, request: web.Request, body: B):
         super().__init__(request, body)
@@ -97,7 +269,9 @@ class PoolingDialect(Dialect[B]):
         fields = {"id": self.id, "created": int(time.time())}
         return fields | {"model": self.model_name, "usage": self.usage}
 
-    async def tokens(self, inputs: Sequence[Prompt], *, is_part: bool = False) -> list[list[int]]:
+    async def tokens(
+        self, inputs: Sequence[protocol.Prompt], *, is_part: bool = False
+    ) -> list[list[int]]:
         """Returns the token ids of each input. With `is_part` they become parts of prompts: they
         have no special tokens, and are not cut. Raises `RequestError`."""
         frontend, body = self.frontend, self.body
@@ -112,7 +286,7 @@ class PoolingDialect(Dialect[B]):
         num_tokens = sum(map(len, prompts))
         if kind == ALL_TOKENS:
             self.frontend.check_states(num_tokens)
-        self.usage = bodies.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        self.usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         generation = self.generation(prompts, SamplingParams(temperature=0, pooling=kind))
         return dataclasses.replace(generation, second_texts=self.second_texts)
 
@@ -143,17 +317,17 @@ def _parts(reply: Any) -> list[bytes]:
     return [head + encode(first), *(b"," + encode(item) for item in others), b"]}"]
 
 
-IB = TypeVar("IB", bound=bodies.InputBody)
+IB = TypeVar("IB", bound=InputBody)
 
 
-class _InputDialect(PoolingDialect[IB]):
+class InputDialect(PoolingDialect[IB]):
     """An endpoint whose inputs are texts, token ids or a conversation. Inputs that are embedded are
     behind the prompt that the body names."""
 
     async def prompts(self) -> list[list[int]]:
         """See `PoolingDialect.prompts`."""
         body, frontend, prefix = self.body, self.frontend, ""
-        if isinstance(body, bodies.EmbeddingBody):
+        if isinstance(body, EmbeddingBody):
             self.pooling.check_dimensions(body.dimensions, frontend.hidden_size)
             prefix = self.pooling.prompt(body.prompt_name)
         given = body.prompts()
@@ -163,20 +337,20 @@ class _InputDialect(PoolingDialect[IB]):
         return await self.tokens([prefix + i if isinstance(i, str) else i for i in given])
 
 
-ER = TypeVar("ER", bound=bodies.EmbeddingRequest)
+ER = TypeVar("ER", bound=EmbeddingRequest)
 
 
-class EmbeddingDialect(_InputDialect[ER]):
+class EmbeddingDialect(InputDialect[ER]):
     """Embeds each input."""
 
-    body_type = bodies.EmbeddingRequest
-    reply_type: ClassVar[Any] = bodies.Embeddings
+    body_type = EmbeddingRequest
+    reply_type: ClassVar[Any] = Embeddings
 
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
         vectors = enumerate(self.vectors(states, self.body.normalizes))
-        items = [bodies.EmbeddingItem(index=index, embedding=vector) for index, vector in vectors]
-        return bodies.Embeddings(model=self.model_name, usage=self.usage, data=items)
+        items = [EmbeddingItem(index=index, embedding=vector) for index, vector in vectors]
+        return Embeddings(model=self.model_name, usage=self.usage, data=items)
 
     def vectors(self, states: list[F32], normalize: bool | None) -> Iterator[Any]:
         """Yields the JSON of each embedding: a list of numbers, or the text of its base64; of
@@ -185,12 +359,12 @@ class EmbeddingDialect(_InputDialect[ER]):
         return (self.vector(state, self.body.dimensions, normalize, write) for state in states)
 
 
-class StatesDialect(EmbeddingDialect[bodies.PoolingRequest]):
+class StatesDialect(EmbeddingDialect[PoolingRequest]):
     """Returns the pooled hidden state of each input, or the hidden state of each of its tokens.
     They are not normalized unless the request asks for it or names a `task`."""
 
-    body_type = bodies.PoolingRequest
-    reply_type = bodies.PoolingReply
+    body_type = PoolingRequest
+    reply_type = PoolingReply
     id_prefix = "pool-"
 
     def kind(self) -> str:
@@ -201,45 +375,15 @@ class StatesDialect(EmbeddingDialect[bodies.PoolingRequest]):
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
         vectors = enumerate(self.vectors(states, bool(self.body.normalizes)))
-        items = [bodies.PooledItem(index=index, data=vector) for index, vector in vectors]
-        return bodies.PoolingReply(**self.fields(), data=items)
+        items = [PooledItem(index=index, data=vector) for index, vector in vectors]
+        return PoolingReply(**self.fields(), data=items)
 
 
-class OllamaEmbedDialect(_InputDialect[bodies.OllamaEmbedRequest]):
-    """Embeds each input, in the shape of Ollama's `/api/embed`."""
-
-    body_type = bodies.OllamaEmbedRequest
-    reply_type = bodies.OllamaEmbeddings
-
-    def reply(self, states: list[F32]) -> Any:
-        """See `PoolingDialect.reply`."""
-        return bodies.OllamaEmbeddings(
-            model=self.model_name,
-            embeddings=[self.vector(state, self.body.dimensions, True) for state in states],
-            total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
-            load_duration=0,
-            prompt_eval_count=self.usage.prompt_tokens,
-        )
-
-
-class OllamaEmbeddingDialect(_InputDialect[bodies.OllamaEmbeddingsRequest]):
-    """Embeds one input, in the shape of Ollama's older `/api/embeddings`. Its clients normalise by
-    themselves, and expect the vector as the model has it."""
-
-    body_type = bodies.OllamaEmbeddingsRequest
-    reply_type = bodies.OllamaEmbedding
-
-    def reply(self, states: list[F32]) -> Any:
-        """See `PoolingDialect.reply`."""
-        vector = self.vector(states[0], self.body.dimensions, False)
-        return bodies.OllamaEmbedding(embedding=vector)
-
-
-class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):
+class ClassifyDialect(InputDialect[ClassifyRequest]):
     """Returns the classes of each input, where the model has a classification head."""
 
-    body_type = bodies.ClassifyRequest
-    reply_type = bodies.Classes
+    body_type = ClassifyRequest
+    reply_type = Classes
     id_prefix = "classify-"
 
     def kind(self) -> str:
@@ -261,137 +405,11 @@ class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):
             probs = head.probabilities(state)
             label = head.labels[int(probs.argmax())]
             items.append(
-                bodies.ClassifiedItem(
+                ClassifiedItem(
                     index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
                 )
             )
-        return bodies.Classes(**self.fields(), data=items)
-
-
-SB = TypeVar("SB", bound=bodies.ScoringBody)
-
-
-class _Scoring(PoolingDialect[SB]):
-    """An endpoint that scores pairs of texts: by the classification head of a cross-encoder, else
-    by the cosine of the angle between their embeddings. Of the texts only `max_tokens_per_query`
-    and `max_tokens_per_doc` tokens count, if they are given and not 0."""
-
-    id_prefix = "score-"
-    #: The field of the first side, as `param` is that of the second.
-    first_param: str
-
-    def texts(self) -> tuple[list[str], list[str]]:
-        """Returns the texts of both sides; the first may be one for all."""
-        raise NotImplementedError
-
-    def kind(self) -> str:
-        """See `PoolingDialect.kind`."""
-        head = self.pooling.cross_encoder
-        return super().kind() if head is None else head.pooling
-
-    async def prompts(self) -> list[list[int]]:
-        """See `PoolingDialect.prompts`."""
-        pooling, body = self.pooling, self.body
-        is_cross = pooling.cross_encoder is not None
-        before = ("", "") if is_cross else (
-            pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
-        )  # fmt: skip
-        is_part = is_cross and self.frontend.is_encoder
-        sides = []
-        for prompt, texts, most in zip(
-            before, self.texts(), (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True
-        ):
-            ids = await self.tokens([prompt + text for text in texts], is_part=is_part)
-            sides.append([each[:most] for each in ids] if most else ids)
-        first, second = sides
-        self._num_first = len(first)
-        if not is_cross:
-            if not all(first):
-                raise FieldError(self.first_param, "is empty")
-            return first + second
-        first *= len(second) if len(first) == 1 else 1
-        frontend = self.frontend
-        kept = max_kept(frontend, body.truncate_prompt_tokens, frontend.max_model_len)
-        pairs = [join_texts(frontend, *both, kept) for both in zip(first, second, strict=True)]
-        self.second_texts = [pair.second_text for pair in pairs]
-        return [pair.ids for pair in pairs]
-
-    def scores(self, states: list[F32]) -> list[float]:
-        """Returns the score of each pair."""
-        if (head := self.pooling.cross_encoder) is not None:
-            scores: list[float] = head.probabilities(np.stack(states))[:, 0].tolist()
-            return scores
-        ones, others = states[: self._num_first], states[self._num_first :]
-        ones *= len(others) if len(ones) == 1 else 1
-        return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)]
-
-
-class ScoreDialect(_Scoring[bodies.ScoreRequest]):
-    """Returns how similar the texts of each pair are."""
-
-    body_type = bodies.ScoreRequest
-    reply_type = bodies.Scores
-
-    def __init__(self, request: web.Request, body: bodies.ScoreRequest):
-        super().__init__(request, body)
-        self.first_param, self.param = body.sides()
-
-    def texts(self) -> tuple[list[str], list[str]]:
-        """See `_Scoring.texts`."""
-        first, second = self.body.sides().values()
-        return first, second
-
-    def reply(self, states: list[F32]) -> Any:
-        """See `PoolingDialect.reply`."""
-        scores = enumerate(self.scores(states))
-        data = [bodies.ScoreItem(index=index, score=value) for index, value in scores]
-        reply = bodies.Scores(**self.fields(), data=data)
-        reply.usage.completion_tokens = 0
-        return reply
-
-
-class RerankDialect(_Scoring[bodies.RerankRequest]):
-    """Returns documents by falling relevance to a query, in Jina's shape, under `/v2` in Cohere's,
-    and for `texts` in the shape of text-embeddings-inference."""
-
-    body_type = bodies.RerankRequest
-    reply_type = bodies.Reranked | list[bodies.RerankedText]
-    id_prefix = "rerank-"
-    first_param = "query"
-
-    def __init__(self, request: web.Request, body: bodies.RerankRequest):
-        super().__init__(request, body)
-        self.param = "documents" if body.texts is None else "texts"
-
-    def texts(self) -> tuple[list[str], list[str]]:
-        """See `_Scoring.texts`."""
-        return [self.body.query], self.body.contents()
-
-    def reply(self, states: list[F32]) -> Any:
-        """See `PoolingDialect.reply`."""
-        body, texts, scores = self.body, self.body.contents(), self.scores(states)
-        best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
-        if body.texts is not None:
-            return [
-                bodies.RerankedText(
-                    index=i, score=scores[i], text=texts[i] if body.return_text else UNSET
-                )
-                for i in best
-            ]
-        is_cohere = self.request.path.endswith("/v2/rerank")
-        shows = not is_cohere if body.return_documents is None else body.return_documents
-        documents = [{"text": texts[i]} if shows else UNSET for i in best]
-        results = [
-            bodies.RerankedDocument(index=i, relevance_score=scores[i], document=document)
-            for i, document in zip(best, documents, strict=True)
-        ]
-        reply = bodies.Reranked(id=self.id, results=results)
-        if is_cohere:
-            tokens = {"input_tokens": self.usage.prompt_tokens, "output_tokens": 0}
-            reply.meta = {"api_version": {"version": "2"}, "tokens": tokens}
-        else:
-            reply.model, reply.usage = self.model_name, self.usage
-        return reply
+        return Classes(**self.fields(), data=items)
 
 
 #: Bytes that are encoded at once, a multiple of three: 0.1 ms.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import encode, encode_list, frontend_of
-from aioinfer.api.messages import template_messages
+from aioinfer.api.decoding import Body
+from aioinfer.api.messages import Message, template_messages
 from aioinfer.api.prompts import encode_prompt
-from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
-from aioinfer.errors import RequestError
+from aioinfer.api.protocol import TokenId, check_messages, template_options
+from aioinfer.errors import FieldError, RequestError
 
 #: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
 MAX_TOKENS = 2**20
@@ -22,6 +23,47 @@ MAX_TEXT_BYTES = 16 * 2**20
 #: Items or characters that are written as JSON at a time, in half a millisecond. The encoder
 #: does not let other threads run meanwhile.
 _WRITTEN = 16_384
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """`POST /tokenize`, with a `prompt`, with `messages`, or with llama.cpp's `content`."""
+
+    prompt: str | None = None
+    content: str | list[str | TokenId] | None = None
+    add_special: bool | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        given = [each for each in (self.prompt, self.messages, self.content) if each is not None]
+        if len(given) != 1:
+            raise RequestError("either prompt, messages or content must be given", param="prompt")
+        if self.content is not None and self.parse_special is False:
+            raise FieldError(
+                "parse_special",
+                "must be true: the text of a special token in content becomes that token",
+            )
+        check_messages(self.messages or [])
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
+        own = {"tools": self.tools or None, "parse_special": bool(self.parse_special)}
+        return template_options(self) | own
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """`POST /detokenize`."""
+
+    token_field: ClassVar[str] = "tokens"
+
+    tokens: list[TokenId]
 
 
 class TokenizeReply(Struct, kw_only=True):
@@ -49,7 +91,7 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
     limit = max(MAX_TOKENS, frontend.max_model_len)
     if body.messages is not None:
         ids = await frontend.encode_chat(
-            await template_messages(body.messages), max_tokens=limit, **template_options(body)
+            await template_messages(body.messages), max_tokens=limit, **body.template_options()
         )
     elif body.content is not None:
         special = bool(body.add_special)
