@@ -12,7 +12,8 @@ each of the two servers, below five minutes in all for Qwen3-8B on one H200:
   whole time to the first token;
 - conversations: `--conversations` of `--turns` turns, one turn of all after the other, so that the
   blocks of each have left the device when its next turn comes; tokens found, and tokens per second,
-  prompts included;
+  prompts included. A turn brings `--later` tokens and the first one the rest of `--history`, or all
+  bring as many;
 - misses: prompts of 2 000 tokens that are all different, with 16 tokens of output;
 - preemption: prompts of 2 000 tokens with 500 of output, twice as many as the blocks hold.
 
@@ -143,18 +144,20 @@ async def measure_prefix(load: Load) -> Figures:
 async def measure_conversations(load: Load) -> Figures:
     """See the module's docstring."""
     options = load.options
-    first = int(options.history) // options.turns
+    per_turn = options.later or options.history // options.turns
+    first = options.history - (options.turns - 1) * per_turn if options.later else per_turn
     histories: list[list[int]] = [[] for _ in range(options.conversations)]
     prompt_tokens = cached = later = 0
     began = perf_counter()
     for turn in range(1, options.turns + 1):
+        new = first if turn == 1 else per_turn
         for history in histories:
-            history += load.prompt(first)
+            history += load.prompt(new)
         records = await asyncio.gather(*(load.send(history, 32, turn) for history in histories))
         prompt_tokens += sum(record.prompt_tokens for record in records)
         if turn > 1:
             cached += sum(record.cached_tokens for record in records)
-            later += sum(record.prompt_tokens for record in records) - first * len(records)
+            later += sum(record.prompt_tokens for record in records) - new * len(records)
     seconds = perf_counter() - began
     return {
         "found_of_history": cached / max(1, later),
@@ -247,12 +250,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--history", type=int, default=32_000, help="tokens of a conversation")
+    parser.add_argument("--later", type=int, help="new tokens of each turn behind the first")
     parser.add_argument("--misses", type=int, default=200)
     parser.add_argument("--max-preempted", type=int, default=120)
     parser.add_argument("--token-ids", type=int, nargs=2, default=(1000, 100_000))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    if options.later is not None and not 0 < options.later * options.turns <= options.history:
+        parser.error("--later: the first turn must bring at least as many tokens")
     with exiting_at_signals():
         with_store, without = (measure(options, with_store=on) for on in (True, False))
     show(with_store, without)
