@@ -91,14 +91,18 @@ class BackgroundModel:
                 [engine.report for engine in self.frontend.engines], self.config.served_model_names
             )
         self._close = weakref.finalize(self, _close, self.frontend, self._loop, self._thread)
+        # of a program that leaves its model open: when the finalizer's own time comes, at the exit,
+        # no thread pool takes work any more
+        threading._register_atexit(self._close)  # type: ignore[attr-defined]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the engine's event loop, for programs built on `frontend`, and
-        returns its result. Raises the coroutine's errors, and `EngineDeadError` after `close`; an
-        interrupt here cancels it there."""
-        if self._loop.is_closed():
+        returns its result. Raises the coroutine's errors, and `EngineDeadError` after `close` or in
+        a process that was forked behind the start; an interrupt here cancels it there."""
+        if not self._thread.is_alive():
             work.close()
-            raise EngineDeadError(f"this {type(self).__name__} is closed: make another one")
+            state = "closed" if self._loop.is_closed() else "another process's"
+            raise EngineDeadError(f"this {type(self).__name__} is {state}: make another one")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -213,6 +217,11 @@ def _without_prefill_cap(config: Config) -> Config:
 
 
 def _close(frontend: Frontend, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if threading.current_thread() is thread:  # its garbage collection has found the model
+        threading.Thread(target=_close, args=(frontend, loop, thread), name="closing").start()
+        return
+    if not thread.is_alive():  # this process was forked, and the model is its parent's
+        return
     asyncio.run_coroutine_threadsafe(frontend.close(), loop).result()
     _stop_loop(loop, thread)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +52,56 @@ def test_two_engines_give_the_texts_of_one_in_order(tmp_path):
         with pytest.raises(EngineDeadError, match="this LLM is closed"):
             call("Hello")
     assert [output.text for output in outputs] == expected
+
+
+#: Leaves its model open, and has a child that was forked behind the start.
+SCRIPT = """
+import os, sys
+from aioinfer import LLM
+from aioinfer.errors import EngineDeadError
+llm = LLM({model!r}, progress=False, settings={settings!r})
+if not (child := os.fork()):
+    try:
+        llm.generate("Hello")
+    except EngineDeadError as error:
+        print(error, flush=True)
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+print(len(llm.generate("Hello", dict(max_tokens=5, ignore_eos=True))[0].token_ids), flush=True)
+"""
+
+
+def test_a_program_that_leaves_its_model_open_ends_in_silence(tmp_path):
+    model = str(random_model(tmp_path, vocab_size=512))
+    settings = {
+        "parallel.executor": "inline", "parallel.cpu_threads": 1, "cache.num_blocks": 64,
+    }  # fmt: skip
+    script = SCRIPT.format(model=model, settings=settings)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout.splitlines() == [
+        "this LLM is another process's: make another one",
+        "3",
+        "5",
+    ]
+    assert ended.stderr == ""
+
+
+def test_the_garbage_collection_of_its_own_thread_may_find_a_model(tmp_path):
+    model = str(random_model(tmp_path, vocab_size=512))
+    settings = {"parallel.executor": "inline", "parallel.cpu_threads": 1, "cache.num_blocks": 64}
+    llm = LLM(model, settings=settings, progress=False)
+    llm.itself = llm  # in a cycle, so that no other thread ends it
+    loop, thread = llm._loop, llm._thread
+    gc.disable()
+    try:
+        del llm
+        loop.call_soon_threadsafe(gc.collect)
+        thread.join(60)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
 
 
 def sampled(seed: int, **fields) -> SamplingParams:
