@@ -4,18 +4,21 @@ the model changes nothing."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, WorkerCallError
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.tensor_memory import find_tensors
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.weight_update import WeightUpdate
+from aioinfer.worker.tensor_handles import open_tensor, read_handle
 from tests.paged_model import PagedModel, load_model
 from tests.scaled_models import layouts, write
 from tests.test_rank_memory import memory_of_host
@@ -172,3 +175,30 @@ def test_a_layer_that_lacks_tensors_keeps_its_weights(
         with pytest.raises(ConfigError, match=r"lacks 1 tensors of layers: .*up_proj"):
             update.finish()
     assert_same(logits_of(model), before)
+
+
+def handle(**changed: Any) -> dict[str, Any]:
+    field = base64.b64encode(bytes(64)).decode()
+    values = {
+        "stride": [8, 1], "offset": 16, "storage_bytes": 160, "storage_offset": 512,
+        "counter_offset": 0, "needs_event": True, "storage": field, "counter": field,
+        "event": field,
+    }  # fmt: skip
+    return values | changed
+
+
+def test_a_tensor_lies_within_its_storage() -> None:
+    assert read_handle(handle(), torch.float32, [3, 8])["storage"] == bytes(64)
+    for changed in (
+        {"offset": 17}, {"stride": [9, 1]}, {"storage_bytes": 159}, {"stride": [1]},
+        {"offset": -1}, {"storage": "%"}, {"stride": [8, -1]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"storage|shape|base64|[Ii]nvalid"):
+            read_handle(handle(**changed), torch.float32, [3, 8])
+    with pytest.raises(KeyError):
+        read_handle({}, torch.float32, [3, 8])
+
+
+def test_workers_on_a_cpu_open_none() -> None:
+    with pytest.raises(WorkerCallError, match="need workers on that GPU"):
+        open_tensor({"GPU-1": handle()}, torch.float32, [3, 8], torch.device("cpu"))
