@@ -49,6 +49,7 @@ from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.masks import NUM_MASK_BUFFERS, ConstrainedRows, buffer_of, mask_words
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
+from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
 
 CONFIG = Path(__file__).parent.parent / "configs" / "smollm2.toml"
@@ -109,6 +110,9 @@ class EchoExecutor:
             self._answer(result)
         else:
             self._held[plan.step_id] = result, constrained.rows
+
+    def post_section(self, section: Section) -> None:
+        """See `Executor.post_section`: no feature takes it."""
 
     def masks_of(self, step_id: int) -> I32:
         """See `Executor.masks_of`."""

@@ -24,13 +24,14 @@ from aioinfer.config import LoraConfig
 from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.planning import Planning
+from aioinfer.features.adapters.reading import READERS
 from aioinfer.features.adapters.sections import (
     AdapterChanges,
     AdapterFiles,
     AdapterReads,
 )
 from aioinfer.features.adapters.serving import Serving
-from aioinfer.features.adapters.worker import READERS, HostAdapters, Work
+from aioinfer.features.adapters.worker import HostAdapters, Work
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
@@ -414,7 +415,7 @@ async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> 
         may_go_on = threading.Event()
         planning, host = halves(llm)
         for _ in range(READERS):
-            host._threads.submit(may_go_on.wait, 60)
+            host._reader.threads.submit(may_go_on.wait, 60)
         cold = asyncio.create_task(generate(llm, llama, "small"))
         await until(lambda: planning._reading)
         for _ in range(2):
@@ -453,6 +454,28 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         assert output.completions[0].token_ids == llama.text("small")
         assert number not in planning._read
         await asyncio.gather(first, return_exceptions=True)
+    finally:
+        await llm.close()
+
+
+async def test_adapters_are_read_before_a_step_is_planned(llama: Adapted) -> None:
+    """As many as memory has room for, in the order of their requests; and whatever is dropped
+    meanwhile, each is there when its request is planned."""
+    llm = await launch(llama, **{"lora.max_adapters": 1})
+    try:
+        planning, host = halves(llm)
+        await llm.frontend.control.pause()
+        tasks = [asyncio.create_task(generate(llm, llama, name)) for name in ADAPTERS]
+        await until(lambda: len(host._kept) == len(ADAPTERS))
+        await until(lambda: all(reading.done() for reading in host._kept.values()))
+        assert [*host._kept] == [*planning._reading] == [*range(len(ADAPTERS))]
+        tasks[0].cancel()
+        llm.unload_adapter("small")
+        await asyncio.gather(tasks.pop(0), return_exceptions=True)
+        llm.frontend.control.resume()
+        for name, output in zip([*ADAPTERS][1:], await asyncio.gather(*tasks), strict=True):
+            assert output.completions[0].token_ids == llama.text(name)
+        assert 0 not in host._kept
     finally:
         await llm.close()
 
@@ -810,7 +833,7 @@ def test_memory_of_the_host_is_used_again(llama: Adapted) -> None:
     )
     may_go_on = threading.Event()
     for _ in range(READERS):
-        host._threads.submit(may_go_on.wait, 30)
+        host._reader.threads.submit(may_go_on.wait, 30)
     host.read(1, files)
     assert host.may_report
     assert host.report() == []

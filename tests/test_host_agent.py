@@ -89,7 +89,10 @@ async def constrained(run: Run) -> list[int]:
     """Returns nine tokens after `PROMPT`, of which the eighth is the only one that a mask allows,
     and shuts down."""
     tokens = await greedy(run, 7)
+    section = ConstrainedRows(np.zeros(1, np.int32))  # by itself: no feature takes it
+    run.executor.post_section(section)
     run.executor.post(constrained_plan(7, 12))
+    run.executor.post_section(section)
     masks = run.executor.masks_of(7)
     masks[0] = 0
     masks[0, 1] = 1 << 9  # token 41

@@ -26,7 +26,7 @@ from aioinfer.ipc.masks import (
     mask_words,
     num_mask_buffers,
 )
-from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.plan import StepPlan, decode_section, encode_section
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.process import _EndOfPlansError, _Inbox
@@ -47,6 +47,10 @@ def make_plan(step_id: int, *constrained: int) -> StepPlan:
 def calls_of(plan: StepPlan) -> StepCalls:
     slots = make_slots([SamplingParams()] * 3, VOCAB)
     return StepWorks([Work(rank_of(slots))]).of(plan)
+
+
+def post_section(ring: Ring, number: int) -> None:
+    ring.write(encode_section(ConstrainedRows(ids(number))))
 
 
 def post(ring: Ring, message: StepPlan | MaskNotice) -> None:
@@ -71,6 +75,13 @@ def test_a_notice_is_no_plan() -> None:
         MaskNotice.decode(plan)
     with pytest.raises(ValueError, match="version -1"):
         StepPlan.decode(message + bytes(64))
+    section = b"".join(encode_section(ConstrainedRows(ids(5))))
+    assert not is_notice(section)
+    found = decode_section(section)
+    assert isinstance(found, ConstrainedRows)
+    assert found.rows.tolist() == [5]
+    assert decode_section(message) is None
+    assert decode_section(plan) is None
 
 
 def _write_masks(memory: MaskMemory) -> None:
@@ -111,7 +122,13 @@ class Inbox:
         spec: Any = SimpleNamespace(
             reader=0, plans=self.ring, masks=self.masks, control=control, config=config
         )
-        self.worker = SimpleNamespace(vocab_size=VOCAB, capture_next=self._capture_next)
+        self.taken: list[list[int]] = []
+        works = SimpleNamespace(take=lambda section: self.taken.append(section.rows.tolist()))
+        self.worker = SimpleNamespace(
+            vocab_size=VOCAB,
+            capture_next=self._capture_next,
+            runner=SimpleNamespace(works=works),
+        )
         self.inbox = _Inbox(spec, self.worker)
         self.to_capture: list[StepPlan] = []
 
@@ -134,9 +151,12 @@ def box() -> Iterator[Inbox]:
 
 
 def test_masks_come_between_two_plans(box: Inbox) -> None:
-    """More of them than the ring has room for: each message is given back in time."""
+    """More of them than the ring has room for: each message is given back in time; also sections
+    that come before plans and between a plan and its masks."""
     for step in range(0, 60, 2):
+        post_section(box.ring, step)
         post(box.ring, make_plan(step, 1))
+        post_section(box.ring, step + 1)
         box.masks.buffers(4, VOCAB)[buffer_of(step), 0] = [1 << step // 2, 0, 0]
         post(box.ring, MaskNotice(step, buffer_of(step)))
         post(box.ring, make_plan(step + 1))
@@ -154,6 +174,7 @@ def test_masks_come_between_two_plans(box: Inbox) -> None:
         assert plan.step_id == step + 1
         assert calls_of(plan).late is None
         box.inbox.release_plan()
+    assert box.taken == [[number] for number in range(60)]
 
 
 def test_a_rank_that_does_not_sample_skips_masks(box: Inbox) -> None:
@@ -161,6 +182,7 @@ def test_a_rank_that_does_not_sample_skips_masks(box: Inbox) -> None:
     for step in range(0, 60, 2):
         post(box.ring, make_plan(step, 1))
         post(box.ring, MaskNotice(step, buffer_of(step)))
+        post_section(box.ring, step)
         post(box.ring, make_plan(step + 1))
         for step_id in (step, step + 1):
             assert box.inbox.next_plan().step_id == step_id

@@ -34,6 +34,7 @@ from aioinfer.features.host import Host
 from aioinfer.ipc.kv_files import KVFiles, list_common
 from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.kv_connector import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -114,6 +115,7 @@ class Engine:
             lambda: self.scheduler,
             lambda: self._workers.executor,
             self.requests.fail_request,
+            self._tell,
             self._plan_and_post,
             self.metrics,
             self._config,
@@ -339,6 +341,11 @@ class Engine:
             self.lockstep.record_post(self.number)
         self.metrics.record_plan(plan, self.scheduler.running)
         self.scheduler.confirm_post()
+
+    def _tell(self, section: Section) -> None:
+        """Hands a section to the workers, whatever is in flight."""
+        if self.state is EngineState.SERVING:
+            self._workers.executor.post_section(section)
 
     def _next_plan(self) -> StepPlan | None:
         """Returns the next step; None if there is nothing to compute, or the engine is paused, and

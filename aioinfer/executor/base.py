@@ -3,7 +3,8 @@
 An executor owns one worker per rank. The engine posts `StepPlan`s and gets a
 `StepResult` for each, in order, on the event loop; behind a plan with constrained rows it posts
 their masks. Plans are executed strictly in the order of
-posting: the scheduler's reuse of blocks and slots rests on that.
+posting: the scheduler's reuse of blocks and slots rests on that. A section that is no part of a
+plan goes its way between them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
+from aioinfer.ipc.sections import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,12 @@ class Executor(Protocol):
 
     def post(self, plan: StepPlan) -> None:
         """Hands a plan to every worker without waiting."""
+        ...
+
+    def post_section(self, section: Section) -> None:
+        """Hands a section to every worker without waiting, behind what was posted before: its
+        feature takes it as soon as the worker has launched that (`WorkerFeature.take`). There is no
+        result."""
         ...
 
     def masks_of(self, step_id: int) -> I32:

@@ -108,7 +108,7 @@ class HostAgent:
     def _take(self, kind: FrameKind, number: int, payload: memoryview) -> None:
         try:
             if kind is FrameKind.PLAN:
-                self._last_step = number
+                self._last_step = max(self._last_step, number)  # not of a section alone
                 self._ranks.post(number, [payload])
             elif kind is FrameKind.MASKS:
                 masks = np.frombuffer(payload, np.int32).reshape(-1, self._words)

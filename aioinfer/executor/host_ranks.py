@@ -37,6 +37,8 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.worker.process import main
 from aioinfer.worker.worker_spec import FailureReport, WorkerSpec
 
+#: In the place of a step's number: the message is no plan.
+NO_STEP = -1
 _JOIN_TIMEOUT_S = 3.0
 #: From the end of a process until the fork server has told its exit status: far less in fact.
 _STATUS_TIMEOUT_S = 0.5
@@ -230,7 +232,8 @@ class HostRanks:
     # ---------------------------------------------------------------- steps
 
     def post(self, step_id: int, message: Sequence[memoryview]) -> None:
-        """Hands an encoded plan to the ranks. Raises `RingFullError`."""
+        """Hands an encoded plan to the ranks, or a section with `NO_STEP`. Raises
+        `RingFullError`."""
         self._plans.write(message)
 
     def masks_of(self, step_id: int) -> I32:

@@ -20,6 +20,7 @@ from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.ipc.masks import NUM_MASK_BUFFERS, buffer_of, mask_words
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
+from aioinfer.ipc.sections import Section
 
 
 class InlineExecutor:
@@ -93,6 +94,17 @@ class InlineExecutor:
         """See `Executor.post`."""
         if not self._closed:
             self._thread.submit(self._execute, plan)
+
+    def post_section(self, section: Section) -> None:
+        """See `Executor.post_section`."""
+        if not self._closed:
+            self._thread.submit(self._take, section)
+
+    def _take(self, section: Section) -> None:
+        try:
+            self._worker.runner.works.take(section)
+        except Exception as error:
+            self._call_on_loop(self._fail, _as_engine_error(error))
 
     def _execute(self, plan: StepPlan) -> None:
         try:

@@ -89,7 +89,7 @@ class RemoteHost:
         )
 
     def post(self, step_id: int, message: Sequence[memoryview]) -> None:
-        """Sends a plan; the ring of the host takes over there."""
+        """Sends a plan, or a section; the ring of the host takes over there."""
         self._link.send(FrameKind.PLAN, step_id, message)
 
     def post_masks(self, step_id: int, masks: I32) -> None:

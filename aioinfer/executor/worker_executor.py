@@ -29,13 +29,14 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.calls import WorkerCalls
 from aioinfer.executor.capacity import Capacity, settle_capacity
-from aioinfer.executor.host_ranks import HostRanks
+from aioinfer.executor.host_ranks import NO_STEP, HostRanks
 from aioinfer.ipc.anonymous_file import StackDump
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.masks import ConstrainedRows, buffer_of, mask_words, num_mask_buffers
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
-from aioinfer.ipc.plan import I32, StepPlan, StepResult
+from aioinfer.ipc.plan import I32, StepPlan, StepResult, encode_section
 from aioinfer.ipc.ring import RingFullError
+from aioinfer.ipc.sections import Section
 from aioinfer.worker.worker_spec import FailureReport
 
 if TYPE_CHECKING:
@@ -251,6 +252,15 @@ class WorkerExecutor:
             self._unmasked[plan.step_id] = len(constrained.rows)
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self._check_after_s, self._check)
+
+    def post_section(self, section: Section) -> None:
+        """See `Executor.post_section`."""
+        message = encode_section(section)
+        try:
+            for host in self.hosts:
+                host.post(NO_STEP, message)
+        except RingFullError as error:
+            self.fail(EngineDeadError(f"a section could not be posted: {error}"))
 
     def masks_of(self, step_id: int) -> I32:
         """See `Executor.masks_of`. The ranks of this host share this memory."""

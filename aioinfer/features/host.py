@@ -8,6 +8,7 @@ from typing import Protocol
 
 from aioinfer.config import Config
 from aioinfer.executor.base import Executor
+from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
 
@@ -31,6 +32,8 @@ class Host:
         scheduler: returns the scheduler.
         executor: returns the executor of the workers, another one after a restart.
         fail: ends the request of a sequence with an error; the others go on.
+        tell: hands a section to the workers at once, behind what was posted before; it is dropped
+            where no workers serve.
         go_on: plans and posts steps, after `StepFeature.is_waiting` has become false.
         metrics: of the engine.
         config: the whole configuration.
@@ -39,6 +42,7 @@ class Host:
     scheduler: Callable[[], Scheduler]
     executor: Callable[[], Executor]
     fail: Callable[[Request, Exception], None]
+    tell: Callable[[Section], None]
     go_on: Callable[[], None]
     metrics: FeatureMetrics
     config: Config

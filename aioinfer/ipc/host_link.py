@@ -49,9 +49,10 @@ HANDSHAKE_S = 10.0
 class FrameKind(enum.IntEnum):
     """The kind of a frame: the meaning of its payload and number.
 
-    PLAN: an encoded plan; the number is the step's. MASKS: the masks of a step's constrained rows,
-    int32 [rows, words]; the number is the step's. RESULT: an encoded result. BEAT: the last record
-    of each rank of a host; the number is the host's clock. MESSAGE: a message in JSON.
+    PLAN: an encoded plan, or a section; the number is the step's, or -1. MASKS: the masks of a
+    step's constrained rows, int32 [rows, words]; the number is the step's. RESULT: an encoded
+    result. BEAT: the last record of each rank of a host; the number is the host's clock. MESSAGE: a
+    message in JSON.
     """
 
     PLAN = 1

@@ -1,4 +1,5 @@
 """The messages of the ring: `StepPlan` to the workers and `StepResult` back, and their flat layout.
+A section may also go to the workers alone, between plans (`encode_section`).
 
 Layout (version 3; native byte order, since both sides are one machine). Every message is a header
 (`_PLAN_HEADER`, `_RESULT_HEADER`), the arrays of its fixed part in the order of the dataclass
@@ -41,6 +42,8 @@ VERSION = 3
 _PLAN_HEADER = struct.Struct("=iiiiixxxxq")
 #: Version, sampled rows, sections; step id, busy nanoseconds.
 _RESULT_HEADER = struct.Struct("=iiixxxxqq")
+#: Stands where a plan has its version: the message is one section.
+_SECTION_MARK, _SECTION_HEADER = -2, struct.Struct("=i")
 
 #: Three quarters of the longest message (16 MiB) of a ring of the usual size.
 MAX_PLAN_BYTES = 12 * 2**20
@@ -214,6 +217,20 @@ class StepResult:
         tokens = reader.take(sampled)
         found = decode_sections(reader, sections, "result") if sections else ()
         return cls(step_id, tokens, found, busy_ns)
+
+
+def encode_section(section: Section) -> list[memoryview]:
+    """Returns the buffers that make up the message with one section and no plan, to be written one
+    after the other."""
+    return [memoryview(_SECTION_HEADER.pack(_SECTION_MARK)), *section.encode()]
+
+
+def decode_section(message: bytes | bytearray | memoryview) -> Section | None:
+    """Reads a message with one section, whose arrays are views into it; None for another message.
+    Raises ValueError on an unknown section."""
+    if _SECTION_HEADER.unpack_from(message)[0] != _SECTION_MARK:
+        return None
+    return decode_sections(ArrayReader(message, _SECTION_HEADER.size), 1, "message")[0]
 
 
 def _check_version(version: int, message: str) -> None:

@@ -181,6 +181,7 @@ class WorkerFeature:
 
     Attributes:
         section: the plan's section that it serves; None for work of every step.
+        takes: the sections that come to it without a plan, for `take`.
         suits_graphs: whether the CUDA graph of a decode step may be replayed for a plan with the
             section: the feature needs no hidden states.
         adjusts_logits: whether `adjust` changes logits.
@@ -192,6 +193,7 @@ class WorkerFeature:
     """
 
     section: ClassVar[type[Section] | None] = None
+    takes: ClassVar[tuple[type[Section], ...]] = ()
     suits_graphs: ClassVar[bool] = True
     adjusts_logits: ClassVar[bool] = False
     proposes: ClassVar[bool] = False
@@ -214,6 +216,11 @@ class WorkerFeature:
     def begin(self, plan: StepPlan) -> None:
         """Prepares for a plan, before anything of it is launched; called on every stage for work
         without a `section`."""
+
+    def take(self, section: Any) -> None:
+        """Takes a section that the planning half has sent on its own (`Host.tell`), between the
+        launches of two steps: behind the plans that were posted before it. It launches nothing. Its
+        arrays hold during the call."""
 
     def propose(self, rows: ProposalRows) -> None:
         """Writes a draft into `Slots.tokens[slot, base + offset]` for each row with an offset above

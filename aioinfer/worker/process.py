@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.errors import AioinferError
 from aioinfer.ipc.masks import ConstrainedRows, MaskNotice, is_notice
-from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.ipc.plan import I32, StepPlan, decode_section
 from aioinfer.worker.compilers import Compilers
 from aioinfer.worker.worker_spec import FailureReport, WorkerSpec
 
@@ -212,6 +212,16 @@ class _Inbox:
         return spec.masks.buffers(rows, self._worker.vocab_size)[notice.buffer, :count]
 
     def _read(self, *, is_idle: bool = False) -> memoryview:
+        """Waits for the next plan or notice and returns it, as `_read_message` does. Sections that
+        come before it are handed to their features."""
+        message = self._read_message(is_idle=is_idle)
+        while (section := decode_section(message)) is not None:
+            self._worker.runner.works.take(section)
+            self._spec.plans.release(self._spec.reader)
+            message = self._read_message(is_idle=is_idle)
+        return message
+
+    def _read_message(self, *, is_idle: bool) -> memoryview:
         """Waits for the next message and returns it, a view into the ring. Calls that come
         meanwhile are answered: the engine makes them while no step is in flight. With `is_idle`
         no step is being prepared: where nothing comes, CUDA graphs that are missing are

@@ -206,6 +206,12 @@ class StepWorks:
         for work in self._of_every_step:
             work.begin(plan)
 
+    def take(self, section: Section) -> None:
+        """Hands a section that came without a plan to its feature; see `WorkerFeature.take`."""
+        for work in self.all:
+            if isinstance(section, work.takes):
+                work.take(section)
+
     def change_captured(self, step: Step) -> bool:
         """See `WorkerFeature.change_captured`."""
         return any(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -293,27 +294,29 @@ class OpenAdapter:
         return found
 
     def read(self, run: Run, memory: memoryview) -> memoryview:
-        """Reads the numbers of a run into memory, and returns the part that they take. Raises
-        `ConfigError`."""
-        numbers = memory[: run.nbytes]
-        self._file.seek(run.start)
-        if self._file.readinto(numbers) < run.nbytes:  # type: ignore[attr-defined]
-            raise ConfigError(f"{self.folder / WEIGHTS} cannot be read: it ends too early")
+        """Reads the numbers of a run into memory, and returns the part that they take; threads may
+        read at the same time. Raises `ConfigError`."""
+        numbers, end = memory[: run.nbytes], 0
+        while end < run.nbytes:
+            count = os.preadv(self._file.fileno(), [numbers[end:]], run.start + end)
+            if not count:
+                raise ConfigError(f"{self.folder / WEIGHTS} cannot be read: it ends too early")
+            end += count
         return numbers
 
-    def digest(self) -> Any:
-        """Returns a hash of the head, to which numbers are to be added."""
-        return blake2b(self.head, digest_size=DIGEST_BYTES)
+    def digest_of(self, samples: Sequence[bytes]) -> str:
+        """Returns the digest of the head and of the runs' samples."""
+        return blake2b(b"".join([self.head, *samples]), digest_size=DIGEST_BYTES).hexdigest()
 
     def digests(self, runs: Sequence[Run]) -> tuple[str, str]:
         """Returns digests of the files: of all numbers, and of samples. Raises `ConfigError`."""
-        whole, sample = self.digest(), self.digest()
+        whole, samples = blake2b(self.head, digest_size=DIGEST_BYTES), []
         memory = memoryview(bytearray(max(run.nbytes for run in runs)))
         for run in runs:
             numbers = self.read(run, memory)
             whole.update(numbers)
-            sample.update(run.sample(numbers))
-        return whole.hexdigest(), sample.hexdigest()
+            samples.append(run.sample(numbers))
+        return whole.hexdigest(), self.digest_of(samples)
 
 
 @contextmanager

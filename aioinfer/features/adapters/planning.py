@@ -17,7 +17,7 @@ have begun, of whatever adapter.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -156,6 +156,9 @@ class Planning(StepFeature):
         if self._place_of(number) is None and not any(number in each for each in known):
             self._wanted[number] = use.adapter
             self._begin_reading()
+            if self._changes:  # now: the next plan may be made a whole step later
+                self.host.tell(AdapterChanges.of(self._changes, ()))
+                self._changes = []
 
     def needs_step(self, *, is_idle: bool) -> bool:
         """See `StepFeature.needs_step`."""
@@ -230,13 +233,15 @@ class Planning(StepFeature):
 
     def _begin_reading(self) -> None:
         """Has wanted adapters read, in the order of their requests, a few at a time."""
+        unused: deque[int] | None = None  # adapters that no request waits for
         while self._wanted and len(self._reading) < _MAX_READING:
             if self._is_full:
-                waiting = self._numbers_of(with_running=False)
-                unused = next((each for each in self._read if each not in waiting), None)
                 if unused is None:
+                    waiting = self._numbers_of(with_running=False)
+                    unused = deque(each for each in self._read if each not in waiting)
+                if not unused:
                     return
-                self._drop(unused)
+                self._drop(unused.popleft())
             self._begin_to_read(next(iter(self._wanted.values())))
 
     def _begin_to_read(self, adapter: Adapter) -> None:

@@ -2,7 +2,8 @@
 
 The threads that read and the one that launches kernels share Python's lock. So a read is a few long
 calls without it for each `Run` of numbers; where each matrix goes is found once for all adapters
-with one head (`OpenAdapter.head`).
+with one head (`OpenAdapter.head`). Threads that are idle read runs of an adapter that another one
+reads: the first token of its request waits for it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +24,8 @@ from aioinfer.features.adapters.layers.parts import Piece, PieceCopies, rank_of
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.features.adapters.sections import AdapterFiles
 
+#: Threads that read adapters; each needs Python's lock for a millisecond of a read.
+READERS = 8
 #: Heads for which it is kept where matrices go: those that were used most recently.
 _MAX_PACKINGS = 8
 
@@ -84,12 +89,14 @@ class Packing:
 
     Attributes:
         rank: of the adapters.
+        num_runs: of an adapter.
         max_run_bytes: the most that is read at once.
     """
 
     def __init__(self, layout: AdapterLayout, slots: AdapterSlots):
         self._layout, self._dtype = layout, slots.backend.dtype
         self.rank = rank_of(layout.weights)
+        self.num_runs = len(layout.runs)
         self.max_run_bytes = max(run.nbytes for run in layout.runs)
         self._max_scale = max(1.0, *(abs(each.scale) for each in layout.weights.values()))
         packed = torch.empty(slots.slot_numbers, device="meta")
@@ -113,30 +120,30 @@ class Packing:
             found.append([_view(numbers, p.source, run.first) for p in copies.pieces])
         return found
 
-    def read(self, adapter: OpenAdapter, packed: PackedAdapter, reading: RunMemory) -> str:
-        """Reads an adapter, and returns the digest of its samples.
+    @torch.inference_mode()
+    def read(
+        self, number: int, adapter: OpenAdapter, packed: PackedAdapter, reading: RunMemory
+    ) -> bytes:
+        """Reads a run of an adapter, and returns its samples.
 
         Args:
-            packed: where to.
+            number: of the run.
+            packed: where to; prepared.
             reading: of this thread.
 
         Raises:
             ConfigError: the file cannot be read.
             ValueError: it has numbers that are not finite.
         """
-        packed.prepare(self)
         reading.prepare(self)
-        digest, memory = adapter.digest(), reading.memory.numpy().data
-        for run, copies, targets, sources in zip(
-            self._layout.runs, self._copies, packed.targets, reading.sources, strict=True
-        ):
-            digest.update(run.sample(adapter.read(run, memory)))
-            numbers = reading.memory[: run.nbytes].view(run.dtype)
-            if (module := self._not_finite(run, numbers)) is not None:
-                text = f"{module} has numbers that are not finite in {self._dtype}"
-                raise ValueError(f"{adapter.folder}: {text}")
-            copies.run(targets, sources)
-        return digest.hexdigest()
+        run = self._layout.runs[number]
+        sample = run.sample(adapter.read(run, reading.memory.numpy().data))
+        numbers = reading.memory[: run.nbytes].view(run.dtype)
+        if (module := self._not_finite(run, numbers)) is not None:
+            text = f"{module} has numbers that are not finite in {self._dtype}"
+            raise ValueError(f"{adapter.folder}: {text}")
+        self._copies[number].run(packed.targets[number], reading.sources[number])
+        return sample
 
     def _not_finite(self, run: Run, numbers: torch.Tensor) -> str | None:
         """Returns a module with numbers that are NaN or infinite in the dtype of slots: tokens
@@ -167,10 +174,15 @@ class AdapterReader:
 
     Args:
         slots: whose form adapters are to have.
+
+    Attributes:
+        threads: that read.
     """
 
     def __init__(self, slots: AdapterSlots):
         self._slots = slots
+        # an adapter is many small matrices, for which threads of PyTorch would wait for each other
+        self.threads = ThreadPoolExecutor(READERS, "adapters", torch.set_num_threads, (1,))
         self._packings: OrderedDict[bytes, Packing] = OrderedDict()
         self._lock = threading.Lock()  # of the packings
         self._reading = RunMemory()
@@ -183,11 +195,32 @@ class AdapterReader:
             ValueError: they have changed, or have numbers that are not finite.
         """
         folder = Path(files.folder)
-        with torch.inference_mode(), open_adapter(folder) as adapter:
+        with open_adapter(folder) as adapter:
             packing = self._packing_of(adapter)
-            digest = packing.read(adapter, packed, self._reading)
-            if digest != files.sample:
+            packed.prepare(packing)
+            read = partial(packing.read, adapter=adapter, packed=packed, reading=self._reading)
+            samples = self._share(read, packing.num_runs)
+            if adapter.digest_of(samples) != files.sample:
                 raise ValueError(f"{folder} has changed since the adapter was loaded")
+
+    def _share(self, read: Callable[[int], bytes], count: int) -> list[bytes]:
+        """Returns what `read` returns for so many numbers: it is called in this thread and in those
+        that are idle. Raises an error of it once no thread is at work."""
+        found, numbers = [b""] * count, iter(range(count))
+
+        def work_off() -> None:
+            for number in numbers:  # of which each goes to one thread
+                found[number] = read(number)
+
+        helpers = [self.threads.submit(work_off) for _ in range(min(count, READERS) - 1)]
+        try:
+            work_off()
+        finally:
+            begun = [each for each in helpers if not each.cancel()]
+            wait(begun)
+        for each in begun:
+            each.result()
+        return found
 
     def _packing_of(self, adapter: OpenAdapter) -> Packing:
         head, packings = adapter.head, self._packings

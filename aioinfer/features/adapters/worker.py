@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,6 @@ from aioinfer.features.adapters.sections import (
     AdapterChanges,
     AdapterFiles,
     AdapterReads,
-    Change,
 )
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
@@ -42,8 +41,6 @@ from aioinfer.worker.pinned_memory import PinnedMemory
 
 _log = logging.getLogger(__name__)
 
-#: Threads that read adapters; each needs Python's lock for a millisecond of a read.
-READERS = 8
 #: A plan without rows waits so long for an adapter that is being read, and not longer: plans behind
 #: it wait as well.
 _MAX_WAIT_S = 0.02
@@ -72,8 +69,6 @@ class HostAdapters:
         self._place = place or RankSpec()
         self._tally = tally or StoreTally(HashStore(), 0, 1)
         self._reader = AdapterReader(slots)
-        # an adapter is many small matrices, for which threads of PyTorch would wait for each other
-        self._threads = ThreadPoolExecutor(READERS, "adapters", torch.set_num_threads, (1,))
         self._lock = threading.Lock()  # of the next two: results of steps are read in a thread
         self._kept: dict[int, Future[PackedAdapter]] = {}
         self._unreported: dict[int, int] = {}  # the number of each read, where one reports
@@ -97,7 +92,7 @@ class HostAdapters:
     def read(self, number: int, files: AdapterFiles) -> None:
         """Begins to read an adapter; `report` tells what becomes of it."""
         read, self._num_reads = self._num_reads, self._num_reads + 1
-        reading = self._threads.submit(self._read, files)
+        reading = self._reader.threads.submit(self._read, files)
         with self._lock:
             self._kept[number] = reading
             if self._place.sends_results:
@@ -177,6 +172,8 @@ class Work(WorkerFeature):
         host: the adapters in its memory.
     """
 
+    takes = (AdapterChanges,)
+
     def __init__(self, rank: Rank):
         super().__init__(rank)
         adapters = rank.model.backend.extension
@@ -212,21 +209,22 @@ class Work(WorkerFeature):
         before = self._of_slots[admitted]
         self._of_slots[admitted] = 0
         if changes is not None:
-            for change in changes.changes():
-                self._take(change)
+            self.take(changes)
             self._of_slots[changes.rows] = changes.adapters + 1
         self._awaits = changes is not None and not len(plan.slots)
         if (self._of_slots[admitted] != before).any():
             adapters.of_slots.copy_(self.rank.upload(self._of_slots))
         adapters.is_active = bool(self._of_slots[plan.slots].any())
 
-    def _take(self, change: Change) -> None:
-        if change.slot == DROP:
-            self.host.drop(change.number)
-        elif change.files is not None:
-            self.host.read(change.number, change.files)
-        else:
-            self._enter(change.slot, self.host[change.number], waits=change.waits)
+    def take(self, section: AdapterChanges) -> None:
+        """See `WorkerFeature.take`; adapters enter slots with plans alone."""
+        for change in section.changes():
+            if change.slot == DROP:
+                self.host.drop(change.number)
+            elif change.files is not None:
+                self.host.read(change.number, change.files)
+            else:
+                self._enter(change.slot, self.host[change.number], waits=change.waits)
 
     def _enter(self, slot: int, packed: PackedAdapter, *, waits: bool) -> None:
         """Puts an adapter into a slot."""
