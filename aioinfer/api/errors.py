@@ -35,7 +35,7 @@ ERROR_CODE = web.ResponseKey("error_code", str)
 ERROR_REASON = web.ResponseKey("error_reason", str)
 
 #: Codes of a file system that takes no more data.
-_NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+_NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 #: Messages may quote what a client sent, and the client may have sent megabytes.
 _MAX_MESSAGE_CHARS = 400
 

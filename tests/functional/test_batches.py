@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,49 @@ async def test_bounds_of_uploads(filed: Served, client: openai.AsyncOpenAI) -> N
     assert [file.id async for file in client.files.list()] == kept
 
 
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Has writes beyond so many bytes of a file fail as on a full disk: in their middle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [9_000, 100])  # the record of a file has more than 100 bytes
+async def test_an_upload_for_which_the_disk_has_no_room_leaves_nothing(
+    filed: Served, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    files = folder_of(filed) / "files"
+    before = await asyncio.to_thread(lambda: set(files.iterdir()))
+    with files_of_at_most(room), pytest.raises(openai.APIStatusError) as caught:
+        await client.files.create(file=b"x" * (10_000 if room > 100 else 10), purpose="batch")
+    assert caught.value.status_code == 507
+    assert await asyncio.to_thread(lambda: set(files.iterdir())) == before
+    caplog.clear()
+
+
+async def test_a_batch_whose_results_fill_the_disk_keeps_whole_lines(
+    filed: Served, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [line(number) for number in range(30)]
+    file_id = await upload(client, jsonl(lines))
+    with files_of_at_most(5_000):
+        created = await client.batches.create(
+            input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+        )
+        batch = await ended(client, created.id)
+    assert batch.status == "failed"
+    results = parse((await client.files.content(batch.output_file_id)).content)
+    assert [r["custom_id"] for r in results] == [f"request-{n}" for n in range(len(results))]
+    assert 0 < len(results) == batch.request_counts.completed < 30
+    for each in (batch.output_file_id, file_id):
+        assert (await client.files.delete(each)).deleted
+    caplog.clear()
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -352,7 +397,8 @@ async def test_a_batch_whose_results_cannot_be_written_fails(
 
 async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A batch that was being cancelled while the server ended is cancelled, one whose results were
-    overwritten has failed, and an upload that did not end is gone."""
+    overwritten has failed, and an upload that did not end is gone, also where its content came to
+    its end."""
     settings = SETTINGS | {"server.files_folder": str(tmp_path)}
     lines = [line(number, max_tokens=100, ignore_eos=True) for number in range(9)]
     async with (
@@ -375,6 +421,7 @@ async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         place.write_text(json.dumps(record), "utf-8")
         results_of(tmp_path, broken, "output").write_text("no result\n", "utf-8")
         (tmp_path / "files" / "file-0.new").write_bytes(b"half of an upload")
+        (tmp_path / "files" / "file-1.data").write_bytes(b"an upload without a record")
 
     await asyncio.to_thread(change)
     async with (
@@ -387,6 +434,7 @@ async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert [batch.status for batch in found] == ["cancelled", "failed"]
     assert found[1].errors.data[0].code == "server_error"
     assert await asyncio.to_thread(lambda: list(tmp_path.rglob("*.new"))) == []
+    assert not await asyncio.to_thread((tmp_path / "files" / "file-1.data").exists)
     caplog.clear()
 
 

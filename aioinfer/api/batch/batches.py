@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -228,11 +229,19 @@ def result_id(batch: BatchObject, kind: str) -> str:
 
 
 def _append(files: Sequence[Path], results: Sequence[BatchResult]) -> None:
-    """Appends results to the files of `_RESULTS`. Raises OSError."""
+    """Appends results to the files of `_RESULTS`. Raises OSError, and leaves no half of a line."""
     for file, succeeded in zip(files, (True, False), strict=True):
         if part := [result for result in results if result.succeeded == succeeded]:
-            with file.open("ab") as stream:
-                stream.write(to_lines(part))
+            end = file.stat().st_size if file.exists() else 0
+            try:
+                with file.open("ab") as stream:
+                    stream.write(to_lines(part))
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(file, end)
+                    if not end:
+                        file.unlink()
+                raise
 
 
 def _fail(batch: BatchObject, error: Exception) -> None:

@@ -272,8 +272,8 @@ async def upload_file(request: web.Request) -> FileObject:
 
 
 async def _write(part: BodyPartReader, place: Path) -> None:
-    """Writes a part of a form to a file, in pieces. Raises `RequestError`."""
-    stream: BinaryIO = await asyncio.to_thread(place.open, "xb", 0)
+    """Writes a part of a form to a file, in pieces. Raises `RequestError`, OSError."""
+    stream: BinaryIO = await asyncio.to_thread(place.open, "xb")  # unbuffered writes may be short
     try:
         size, buffer = 0, bytearray()
         async for chunk in chunks_of(part):
@@ -285,6 +285,7 @@ async def _write(part: BodyPartReader, place: Path) -> None:
                 await asyncio.to_thread(stream.write, bytes(buffer))
                 buffer.clear()
         await asyncio.to_thread(stream.write, bytes(buffer))
+        await asyncio.to_thread(stream.flush)
         await asyncio.to_thread(os.fsync, stream.fileno())
     finally:
         await asyncio.to_thread(stream.close)

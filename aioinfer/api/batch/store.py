@@ -302,6 +302,16 @@ class FileStore(Store):
                 raise OSError(f"{place} is damaged, delete it to go on without: {error}") from error
             body: Any = record.file or record.batch
             self._stored[record.owner, body.id] = Stored(record.owner, body)
+        self._drop_lost()
+
+    def _drop_lost(self) -> None:
+        """Deletes contents without a record, between whose writing or deleting a server ended; of a
+        batch that has not ended they are the results so far."""
+        known = {id for _, id in self._stored}
+        batches = {each.body.id.removeprefix("batch_") for each in self.open_batches()}
+        for data in self._folder.glob("files/file-*.data"):
+            if data.stem not in known and data.stem.rpartition("-")[2] not in batches:
+                data.unlink()
 
     def close(self) -> None:
         """Lets another server use the folder. Safe to call twice."""
@@ -352,7 +362,12 @@ class FileStore(Store):
             filename=filename,
             purpose=purpose,
         )
-        await self.save(Stored(owner, file))
+        try:
+            await self.save(Stored(owner, file))
+        except OSError:
+            if source != data:  # results of a batch stay
+                await asyncio.to_thread(data.unlink, True)
+            raise
         return file
 
     async def save(self, stored: Stored) -> None:
@@ -389,11 +404,15 @@ class FileStore(Store):
 def _write(file: Path, data: bytes) -> None:
     """Writes data in the place of the old ones. Raises OSError."""
     new = file.with_suffix(".new")
-    with new.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(new, file)
+    try:
+        with new.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def json_size(value: Any) -> int:
