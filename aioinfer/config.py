@@ -98,6 +98,11 @@ class Config:
         return self.server.served_model_names or [self.model.path]
 
     @property
+    def name(self) -> str:
+        """The first of these names, which stands for the model."""
+        return self.served_model_names[0]
+
+    @property
     def max_lookahead(self) -> int:
         """The maximum of draft tokens in a step, of all requests together; 0 without
         speculation."""

@@ -123,7 +123,7 @@ ADMISSION: web.AppKey[dict[str, AdmissionControl]] = web.AppKey("admission")
 
 def admission_of(request: web.Request) -> AdmissionControl:
     """Returns the admission control of the model that a request is for."""
-    return request.app[ADMISSION][frontend_of(request).config.served_model_names[0]]
+    return request.app[ADMISSION][frontend_of(request).config.name]
 
 
 def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None:

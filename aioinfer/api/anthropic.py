@@ -7,7 +7,7 @@ Errors come in Anthropic's shape from `errors`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -40,8 +40,8 @@ _TEXT_EVENT = (
 )
 
 
-#: Types of blocks with texts beside the conversation.
-_DOCUMENTS = ("document", "search_result")
+#: Types of blocks with pictures, or with texts beside the conversation.
+_MEDIA = ("image", "document", "search_result")
 
 
 class CacheControl(Struct, kw_only=True):
@@ -90,8 +90,12 @@ class ContentBlock(Struct, kw_only=True):
     citations: Citations | list[Any] | None = None
     cache_control: CacheControl | None = None
 
-    def picture(self, place: str) -> MediaSource:
-        """Returns the block's picture. Raises `RequestError` if its source lacks something."""
+    def shown(self, place: str) -> list[str | MediaSource]:
+        """Returns what the model sees of a block that is no text of the conversation itself. Raises
+        `RequestError` if that is not supported, or lacks something."""
+        return [self._picture(place)] if self.type == "image" else self._document(place)
+
+    def _picture(self, place: str) -> MediaSource:
         source = self.source
         if isinstance(source, Source) and source.type == "url" and source.url is not None:
             return MediaSource(f"{place}.source.url", source.url)
@@ -103,9 +107,9 @@ class ContentBlock(Struct, kw_only=True):
             raise FieldError(f"{place}.source.media_type", "must be an image's")
         return MediaSource(f"{place}.source.data", source.data, is_base64=True)
 
-    def document(self, place: str) -> list[str | MediaSource]:
+    def _document(self, place: str) -> list[str | MediaSource]:
         """Returns the texts and pictures of a document or a search result, with what is known of it
-        in front. Raises `RequestError` for documents that are no text."""
+        in front."""
         if isinstance(self.citations, Citations) and self.citations.enabled:
             text, code = "are not supported here", "unsupported_parameter"
             raise FieldError(f"{place}.citations", text, code)
@@ -126,7 +130,7 @@ class ContentBlock(Struct, kw_only=True):
         if content is None:
             raise FieldError(where, "is missing", "missing_required_parameter")
         head = "".join(f"{line}\n" for line in about if line)
-        return [*([head] if head else []), *_parts(content, where, with_pictures=True)]
+        return [*([head] if head else []), *_parts(content, where, ("image",))]
 
 
 class InputMessage(Struct, kw_only=True):
@@ -285,34 +289,24 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _plain(
-    content: str | list[ContentBlock], where: str, *, with_media: bool = False
+    content: str | list[ContentBlock], where: str, others: Collection[str] = ()
 ) -> TemplateContent:
-    """Returns content that may hold no other blocks than texts; with media also pictures,
-    documents and search results."""
-    if isinstance(content, str):
-        return content
-    return template_content(
-        _parts(content, where, with_pictures=with_media, with_documents=with_media)
-    )
+    """Returns content that may hold no other blocks than texts and those of these types."""
+    return content if isinstance(content, str) else template_content(_parts(content, where, others))
 
 
 def _parts(
-    content: str | list[ContentBlock],
-    where: str,
-    *,
-    with_pictures: bool = False,
-    with_documents: bool = False,
+    content: str | list[ContentBlock], where: str, others: Collection[str]
 ) -> Iterator[str | MediaSource]:
-    """Yields the texts and pictures of a content. Raises `RequestError` for other blocks."""
+    """Yields the texts of a content, and what is seen of blocks of these types. Raises
+    `RequestError` for other blocks."""
     if isinstance(content, str):
         yield content
         return
     for index, block in enumerate(content):
         place = f"{where}[{index}]"
-        if with_pictures and block.type == "image":
-            yield block.picture(place)
-        elif with_documents and block.type in _DOCUMENTS:
-            yield from block.document(place)
+        if block.type in others:
+            yield from block.shown(place)
         elif block.type == "text" and block.text is not None:
             yield block.text
         else:
@@ -338,10 +332,8 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         match block.type, message.role:
             case "text", _:
                 parts.append(block.text or "")
-            case "image", "user":
-                parts.append(block.picture(place))
-            case "document" | "search_result", "user":
-                parts += block.document(place)
+            case "image" | "document" | "search_result", "user":
+                parts += block.shown(place)
             case "tool_use", "assistant" if block.name:
                 function = {"name": block.name, "arguments": block.input or {}}
                 call = {"type": "function", "id": block.id or "", "function": function}
@@ -351,7 +343,7 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
             case "redacted_thinking", "assistant":
                 pass
             case "tool_result", "user":
-                result = _plain(block.content or "", f"{place}.content", with_media=True)
+                result = _plain(block.content or "", f"{place}.content", _MEDIA)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             case _:
                 raise _unsupported(block, place)

@@ -16,6 +16,7 @@ import ctypes
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,6 +111,11 @@ def pieces_of(items: Iterable[T], at_once: int) -> Iterator[list[T]]:
     rest = iter(items)
     while piece := list(islice(rest, at_once)):
         yield piece
+
+
+def iso_time(seconds: float) -> str:
+    """Returns a Unix time in the form of ISO 8601, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 @asynccontextmanager

@@ -107,7 +107,7 @@ async def submitted(
     outputs: list[RequestOutput] = []
     record = request[RECORD]
     record.submitted, record.outputs = time.perf_counter(), outputs  # more may follow
-    record.served = frontend.config.served_model_names[0]
+    record.served = frontend.config.name
     charge = TokenCharge(account, longest)
     cancel_deadline = None
     try:

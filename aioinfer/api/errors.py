@@ -286,7 +286,7 @@ def _unknown_path(request: web.Request) -> errors.RequestError:
     near = [known[name] for name in (path, f"/v1{bare}", bare) if name in known and name != "/"]
     hint = f"; did you mean {near[0]}?" if near else ""
     return errors.RequestError(
-        f"there is nothing at the path {shorten(request.path)}{hint}", status=404, code="not_found"
+        f"there is nothing at the path {shorten(request.path)}{hint}", status=404
     )
 
 

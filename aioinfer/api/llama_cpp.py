@@ -28,7 +28,7 @@ from aioinfer.api.generation import (
     data_event,
     timings,
 )
-from aioinfer.api.logprobs import LOWEST, LikelyToken, formatted
+from aioinfer.api.logprobs import LikelyToken, formatted, likely_fields
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import PoolingBody, PoolingDialect
 from aioinfer.api.prompts import encode_prompts
@@ -325,7 +325,7 @@ async def props(request: web.Request) -> LlamaProps:
     return LlamaProps(
         default_generation_settings=LlamaDefaults(n_ctx=frontend.max_model_len, params=settings),
         total_slots=sum(e.scheduler.limits.max_num_seqs for e in frontend.engines),
-        model_alias=frontend.config.served_model_names[0],
+        model_alias=frontend.config.name,
         model_path=frontend.config.model.path,
         modalities={"vision": "image" in modalities, "audio": "audio" in modalities},
         chat_template="" if tokenizer is None else tokenizer.chat_template_text,
@@ -455,8 +455,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
         ]
 
     def _fields(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._tokenizer.token_text(token)
-        return {"id": token, "token": text, "bytes": list(data), "logprob": max(logprob, LOWEST)}
+        return {"id": token} | likely_fields(self._tokenizer, token, logprob)
 
 
 class LlamaWriter(ChoiceWriter):

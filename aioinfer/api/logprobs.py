@@ -86,13 +86,14 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -
 
 def scored_token(tokenizer: Tokenizer | None, token: TokenLogprob) -> ScoredToken:
     """Returns a token's log-probability, with the likeliest tokens in its place."""
-    text, data = _token_text(tokenizer, token.token_id)
-    return ScoredToken(
-        token=text,
-        logprob=max(token.logprob, LOWEST),
-        bytes=list(data),
-        top_logprobs=_likely_tokens(tokenizer, token.top),
-    )
+    fields = likely_fields(tokenizer, token.token_id, token.logprob)
+    return ScoredToken(**fields, top_logprobs=_likely_tokens(tokenizer, token.top))
+
+
+def likely_fields(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
+    """Returns the fields of `LikelyToken` of a token."""
+    text, data = _token_text(tokenizer, token_id)
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
 
 def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]:
@@ -109,11 +110,8 @@ def token_name(tokenizer: Tokenizer | None, token_id: int) -> str:
 def _likely_tokens(tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]) -> Any:
     """Returns the `LikelyToken`s in a place; of many as JSON that is made in pieces, between which
     other threads may run."""
-    texts = ((*_token_text(tokenizer, token), max(logprob, LOWEST)) for token, logprob in top)
-    found = (LikelyToken(token=t, logprob=logprob, bytes=list(data)) for t, data, logprob in texts)
-    if len(top) <= _AT_ONCE:
-        return list(found)
-    return encode_list(found, _AT_ONCE)
+    found = (LikelyToken(**likely_fields(tokenizer, *each)) for each in top)
+    return list(found) if len(top) <= _AT_ONCE else encode_list(found, _AT_ONCE)
 
 
 def completion_logprobs(

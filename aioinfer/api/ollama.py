@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aioinfer.api.context import MODELS, STARTED, encode, frontend_of
+from aioinfer.api.context import MODELS, STARTED, encode, frontend_of, iso_time
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
@@ -393,12 +392,12 @@ async def list_running(request: web.Request) -> RunningModels:
 
 async def _running(request: web.Request, frontend: Frontend) -> RunningModel:
     files = await _files(frontend)
-    name = frontend.config.served_model_names[0]
+    name = frontend.config.name
     size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
     is_on_host = frontend.engines[0].report.device.startswith("cpu")
     return RunningModel(
         **_named(name, files, size),
-        expires_at=_iso(request.app[STARTED] + _FOREVER_S),
+        expires_at=iso_time(request.app[STARTED] + _FOREVER_S),
         size_vram=0 if is_on_host else size,
         context_length=frontend.max_model_len,
     )
@@ -415,7 +414,7 @@ async def _files(frontend: Frontend) -> WeightFiles:
 
 
 def _modified(app: web.Application, files: WeightFiles) -> str:
-    return _iso(files.modified or app[STARTED])
+    return iso_time(files.modified or app[STARTED])
 
 
 def _memory(report: WorkerReport, parallel: ParallelConfig) -> int:
@@ -425,10 +424,6 @@ def _memory(report: WorkerReport, parallel: ParallelConfig) -> int:
     ranks = in_stage * parallel.pipeline_parallel_size
     weights = sum(size for _, size in report.stages) * in_stage or report.weights_bytes * ranks
     return weights + (report.kv_cache_bytes + report.graph_bytes) * ranks
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 async def show(request: web.Request, body: ShowRequest) -> ShownModel:
@@ -536,7 +531,7 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         calls: Sequence[Block] = (),
         **fields: Any,
     ) -> Line:
-        name, now = self.model_name, _iso(time.time())
+        name, now = self.model_name, iso_time(time.time())
         line = Line(model=name, created_at=now, **fields)
         if not isinstance(self.body, OllamaChat):
             line.response, line.thinking = content, thinking

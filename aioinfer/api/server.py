@@ -107,8 +107,7 @@ class HttpServer:
         app[context.MODELS] = models
         app[limits.ACCOUNTS] = self._accounts
         app[limits.OPEN_PATHS] = limits.MONITORING_PATHS | page.PAGE_PATHS
-        named = {each.config.served_model_names[0]: each for each in models}
-        app[ADMISSION] = {name: AdmissionControl(each) for name, each in named.items()}
+        app[ADMISSION] = {each.config.name: AdmissionControl(each) for each in models}
         app[limits.RATE_LIMITER] = limits.RateLimiter()
         app[OBJECT_STORE] = ObjectStore()
         add_responses(app)
@@ -116,7 +115,7 @@ class HttpServer:
         app[context.REQUEST_BODIES] = context.RequestBodies(connections.counts, max_bytes)
         app[READINESS] = self._readiness
         app[context.STARTED] = int(time.time())
-        app[context.FINGERPRINTS] = {name: info.fingerprint(each) for name, each in named.items()}
+        app[context.FINGERPRINTS] = {each.config.name: info.fingerprint(each) for each in models}
         app[FILES] = self._files
         batches.add_batches(app)
         routes.add_routes(app)

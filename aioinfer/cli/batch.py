@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         written = take_up(options.output)
         if len(written.custom_ids) < total:
             check_files(config.model)
-            announce(f"loads {config.served_model_names[0]}")
+            announce(f"loads {config.name}")
 
             import uvloop
 

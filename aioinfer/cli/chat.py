@@ -297,7 +297,7 @@ def _server(options: argparse.Namespace) -> Iterator[ChatServer]:
     key = secrets.token_urlsafe(32)
     config = _private(load(options), key)
     check_files(config.model)
-    announce(f"loads {config.served_model_names[0]}")
+    announce(f"loads {config.name}")
 
     with ended_by_interrupts():
         from aioinfer.api.server import HttpServer  # imports PyTorch, which takes seconds

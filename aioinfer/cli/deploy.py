@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     config = load(options)
     if options.address is None:  # the replicas run on this machine
         check_files(config.model)
-    announce(f"deploys {config.served_model_names[0]} under Ray Serve")
+    announce(f"deploys {config.name} under Ray Serve")
 
     with ended_by_interrupts():
         try:
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set one of its own
     try:
         serve.start(proxy_location="Disabled")
-        model, logs = config.served_model_names[0], f"{cluster.address_info['session_dir']}/logs"
+        model, logs = config.name, f"{cluster.address_info['session_dir']}/logs"
         _say(f"{model}: loading {arguments.min_replicas} replicas (logs, and Ray's: {logs})")
         with watched(options.name, lambda n, wanted: _say(f"{n} of {wanted} replicas run")):
             urls = deploy(config, arguments, options.name)

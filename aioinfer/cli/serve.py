@@ -83,7 +83,7 @@ def _prepare(configs: Sequence[Config]) -> None:
         elif not config.server.port:
             address = "a free port"
         if config.logging.format == "text":  # a program reads JSON
-            names = ", ".join(each.served_model_names[0] for each in configs)
+            names = ", ".join(each.name for each in configs)
             announce(f"starts {names} at {address}")
 
 

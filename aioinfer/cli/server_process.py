@@ -235,7 +235,7 @@ def _ready_text(url: str, frontend: Frontend) -> str:
     curl = f"curl -N {base}{path}{key} {options}"
     has_page = path.endswith("completions") and not server.unix_socket
     page = f"Chat in a browser: {url}/\n" if has_page else ""
-    name = frontend.config.served_model_names[0]
+    name = frontend.config.name
     return f"\n{name} is ready at {url}\n{page}Try it:\n  {curl}\n"
 
 

@@ -133,5 +133,5 @@ class ModelGroup:
 
 def _named(config: Config, on_progress: ProgressCallback) -> ProgressCallback:
     """Returns a callback that names the model of a phase."""
-    name = config.served_model_names[0]
+    name = config.name
     return lambda phase, done, total: on_progress(f"{name}: {phase}", done, total)

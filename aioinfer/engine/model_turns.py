@@ -121,7 +121,7 @@ class ModelTurns:
             await self._wake(self.awake)
             self._awake_since = time.monotonic()
         except (WorkerCallError, EngineDeadError) as error:
-            _log.error("another model cannot take the place of %s: %s", _name(before), error)
+            _log.error("another model cannot take the place of %s: %s", before.config.name, error)
             self._awake_since = time.monotonic() + max(0.0, _RETRY_S - self.min_stay_s)
         finally:
             self.is_swapping = False
@@ -131,7 +131,7 @@ class ModelTurns:
         try:
             await frontend.control.wake_up()
         except (WorkerCallError, EngineDeadError) as error:
-            loss = EngineDeadError(f"the model {_name(frontend)} cannot wake up: {error}")
+            loss = EngineDeadError(f"the model {frontend.config.name} cannot wake up: {error}")
             for engine in frontend.engines:
                 engine.handle_loss(loss)
             if frontend.is_healthy():  # else the server ends
@@ -141,7 +141,3 @@ class ModelTurns:
 
 def _has_requests(frontend: Frontend) -> bool:
     return any(not engine.is_idle for engine in frontend.engines)
-
-
-def _name(frontend: Frontend) -> str:
-    return frontend.config.served_model_names[0]

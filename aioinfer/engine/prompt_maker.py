@@ -193,7 +193,7 @@ class PromptMaker:
             self._pictures.check(sources)
         elif sources:
             self._require_texts(sources[0].place)
-            name = self.config.served_model_names[0]
+            name = self.config.name
             raise FieldError(
                 sources[0].place, f"is a file, and the model {name!r} reads text alone"
             )
@@ -238,13 +238,13 @@ class PromptMaker:
 
     def _not_read(self, messages: Sequence[Mapping[str, Any]]) -> RequestError:
         """Returns the error of a conversation with pictures, which the model does not read."""
-        return not_read(first_source(messages), f"the model {self.config.served_model_names[0]!r}")
+        return not_read(first_source(messages), f"the model {self.config.name!r}")
 
     def require_transcriber(self) -> Transcriber:
         """Returns what makes prompts of sound. Raises `RequestError` for a model that does not
         transcribe."""
         if self._transcriber is None:
-            name = self.config.served_model_names[0]
+            name = self.config.name
             raise RequestError(f"the model {name!r} does not transcribe", param="model")
         return self._transcriber
 

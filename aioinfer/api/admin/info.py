@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
-from aioinfer.api.context import MODELS, STARTED, frontend_of, name_model
+from aioinfer.api.context import MODELS, STARTED, frontend_of, iso_time, name_model
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_turns import ModelTurns
 from aioinfer.engine.recovery import EngineState
@@ -212,7 +211,7 @@ def _card(request: web.Request, frontend: Frontend, name: str) -> Model:
         id=name,
         created=app[STARTED],
         root=frontend.config.model.path if variant is None else variant.root,
-        parent=None if variant is None else frontend.config.served_model_names[0],
+        parent=None if variant is None else frontend.config.name,
         max_model_len=frontend.max_model_len,
         input_modalities=frontend.input_modalities,
         status=UNSET
@@ -221,5 +220,5 @@ def _card(request: web.Request, frontend: Frontend, name: str) -> Model:
     )
     if _ANTHROPIC in request.headers:
         card.type, card.display_name = "model", name
-        card.created_at = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        card.created_at = iso_time(card.created)
     return card

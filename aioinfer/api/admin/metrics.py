@@ -281,7 +281,7 @@ async def show_metrics(request: web.Request) -> web.Response:
     """
     app = request.app
     models = app[MODELS]
-    named = [((each.config.served_model_names[0],), each) for each in models]
+    named = [((each.config.name,), each) for each in models]
     ((model,), _), *others = named
     engines = [
         ((*name, str(engine.number)), engine) for name, each in named for engine in each.engines

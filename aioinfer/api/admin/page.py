@@ -267,7 +267,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                 ]
                 if len(models) > 1:
                     for state, owner in zip(states, owners, strict=True):
-                        state.model = owner.config.served_model_names[0]
+                        state.model = owner.config.name
                         state.asleep = owner.control.sleep_level > 0
                 event = LiveEvent(time=time.perf_counter(), engines=states)
                 await response.write(data_event(event))

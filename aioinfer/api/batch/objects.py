@@ -242,9 +242,7 @@ def _item(request: web.Request, conversation: Stored) -> Item:
     for item in conversation.items:
         if item.id == id:
             return item
-    raise RequestError(
-        f"the conversation has no item {id[:80]!r}, or no longer", status=404, code="not_found"
-    )
+    raise RequestError(f"the conversation has no item {id[:80]!r}, or no longer", status=404)
 
 
 # -------------------------------------------------------------------- files

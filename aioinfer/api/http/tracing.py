@@ -61,7 +61,7 @@ class Tracing:
     def __init__(self, config: Config, sdk_log: _SdkLog):
         """Takes long: made by `start`."""
         self._sdk_log = sdk_log
-        self._model = config.served_model_names[0]  # of requests that end before they name one
+        self._model = config.name  # of requests that end before they name one
         name = OTELResourceDetector().detect().attributes.get("service.name", "aioinfer")
         self._exporter = OTLPSpanExporter(
             endpoint=_traces_url(config.tracing.endpoint or ""), timeout=_EXPORT_TIMEOUT_S

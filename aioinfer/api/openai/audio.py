@@ -267,8 +267,7 @@ class Transcript:
                 rests, self.language or "en", self._task, text="", has_times=True,
                 max_len=frontend_of(self._request).max_model_len,
             )  # fmt: skip
-            async with submitted(self._request, self._generation(prompts, self._params)) as outputs:
-                found = await collect(outputs)
+            found = await self._run(prompts, self._params)
             for number, delta in zip(numbers, found, strict=True):
                 deltas.insert(number, delta)
             self._recording, parts = recording, numbers
@@ -283,8 +282,7 @@ class Transcript:
         if not doubtful:
             return list(deltas)
         prompts, params = self._transcriber.presence(self._recording, doubtful)
-        async with submitted(self._request, self._generation(prompts, params)) as outputs:
-            found = await collect(outputs)
+        found = await self._run(prompts, params)
         for part, delta in zip(doubtful, found, strict=True):
             if delta.logprobs:
                 ((_, logprob),) = delta.logprobs[0].top
@@ -326,6 +324,14 @@ class Transcript:
             raise NotReadyError("the request was ended before the times of its words were found")
         return weights
 
+    async def _run(
+        self, prompts: Sequence[SourcePrompt], params: SamplingParams
+    ) -> Sequence[Delta]:
+        """Returns what the model writes for each prompt. Raises what `submitted` and `collect`
+        do."""
+        async with submitted(self._request, self._generation(prompts, params)) as outputs:
+            return await collect(outputs)
+
     def _generation(self, prompts: Sequence[SourcePrompt], params: SamplingParams) -> Generation:
         return Generation(f"audio-{request_id(self._request)}", prompts, params, self._streams)
 
@@ -336,8 +342,7 @@ class Transcript:
     async def _detect(self) -> str:
         """Returns the language of the beginning. The encoder's output is kept for what follows."""
         prompt, params = self._transcriber.detection(self._recording)
-        async with submitted(self._request, self._generation([prompt], params)) as outputs:
-            (delta,) = await collect(outputs)
+        (delta,) = await self._run([prompt], params)
         return self._transcriber.detected(delta.token_ids[0] if delta.token_ids else -1)
 
     @property

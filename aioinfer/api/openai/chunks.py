@@ -132,9 +132,7 @@ class ChunkDialect(TextDialect[S]):
             "id": self.id,
             "created": stream_state(request).created,
             "model": self.model_name,
-            "system_fingerprint": request.app[FINGERPRINTS][
-                self.frontend.config.served_model_names[0]
-            ],
+            "system_fingerprint": request.app[FINGERPRINTS][self.frontend.config.name],
         }
         usage = None if body.include_usage else UNSET
         self.chunk = Chunk(object=self.chunk_object, usage=usage, **self.envelope)

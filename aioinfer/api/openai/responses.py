@@ -192,7 +192,6 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             "responses that have `store`, and with conversations",
             param=f"input[{index}].id",
             status=404,
-            code="not_found",
         )
 
     async def _encode(
