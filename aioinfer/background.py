@@ -10,7 +10,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -54,7 +53,7 @@ class BackgroundModel:
         **arguments: Any,
     ):
         made = make_config(model, config, settings, arguments)
-        self._launch(_without_prefill_cap(made), progress)
+        self._launch(made if made.paces_prefill else made.without_streams(), progress)
 
     @classmethod
     def of(cls, config: Config, *, progress: bool = True) -> Self:
@@ -203,17 +202,6 @@ class BackgroundModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _without_prefill_cap(config: Config) -> Config:
-    """Lifts the cap on prefill tokens beside decodes unless the configuration sets one: the cap
-    keeps streams smooth, and there are no streams offline."""
-    if config.scheduler.max_prefill_tokens_beside_decode is not None:
-        return config
-    scheduler = replace(
-        config.scheduler, max_prefill_tokens_beside_decode=config.scheduler.max_num_batched_tokens
-    )
-    return replace(config, scheduler=scheduler)
 
 
 def _close(frontend: Frontend, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

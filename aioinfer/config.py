@@ -12,11 +12,12 @@ file again, with the values in which a model differs from the others.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -123,22 +124,24 @@ class Config:
         return max(self.scheduler.max_num_batched_tokens, self.max_sampled_rows)
 
     @property
-    def max_prefill_tokens_beside_decode(self) -> int:
-        """The cap on prefill tokens of a step that also decodes."""
-        limits = self.scheduler
-        if limits.max_prefill_tokens_beside_decode is not None:
-            return limits.max_prefill_tokens_beside_decode
-        budget = limits.max_num_batched_tokens
-        return budget if self.paces_prefill else max(1, budget // 4)
+    def prefill_cap(self) -> int:
+        """The maximum of prefill tokens in a step that also decodes: all of the budget where
+        nothing else bounds them but predicted times, or no stream is read (`without_streams`)."""
+        budget = self.scheduler.max_num_batched_tokens
+        takes_all = self.paces_prefill or self.scheduler.target_itl_ms == math.inf
+        return budget if takes_all else max(1, budget // 4)
 
     @property
     def paces_prefill(self) -> bool:
         """Whether the predicted time of such a step bounds its prefill tokens. The steps of a
         pipeline overlap, and the time between two results does not say what one takes."""
-        limits = self.scheduler
-        if self.parallel.pipeline_parallel_size > 1:
-            return False
-        return limits.target_itl_ms is not None
+        target = self.scheduler.target_itl_ms
+        return target not in (None, math.inf) and self.parallel.pipeline_parallel_size == 1
+
+    def without_streams(self) -> Config:
+        """Returns the configuration of engines whose streams no client reads: the time between two
+        tokens may be any."""
+        return replace(self, scheduler=replace(self.scheduler, target_itl_ms=math.inf))
 
 
 def load_config(

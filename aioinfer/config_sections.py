@@ -244,18 +244,13 @@ class SchedulerConfig:
         8192,
         minimum=1,
     )
-    max_prefill_tokens_beside_decode: int | None = key(
-        "Maximum number of prefill tokens in a step that also decodes, so that long prompts "
-        "do not stall streams. Default: a quarter of the budget, or all of it where predicted "
-        "times bound them.",
-        None,
-        minimum=1,
-    )
     target_itl_ms: float | None = key(
         "Milliseconds between the tokens of a stream: a step that also decodes takes as much "
         "prefill as is predicted to fit, a fifth of the step at least. 0: as much as waiting "
         "prompts are worth by their predicted cost, for 2 to 3 % more throughput with long "
-        "prompts, at twice the p99 of ITL. Has no effect on pipelines.",
+        "prompts, at twice the p99 of ITL. Default, and in pipelines: a quarter of "
+        "`max_num_batched_tokens`, so that long prompts do not stall streams; where no client "
+        "reads a stream (`LLM`, `batch`), all of it.",
         None,
         minimum=0,
     )

@@ -56,7 +56,6 @@ def serve(streams: int, delay_ms: float, address: Any) -> None:
         settings = {
             "model.max_model_len": MAX_MODEL_LEN,
             "scheduler.max_num_batched_tokens": 65_536,
-            "scheduler.max_prefill_tokens_beside_decode": 16_384,
         }
         frontend = await make_frontend(streams + BURST, delay_ms / 1e3, settings)
         settle_process()

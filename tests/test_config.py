@@ -97,16 +97,19 @@ def test_derived_values() -> None:
     for key, cap in (
         ("scheduler.max_num_batched_tokens=100", 25),
         ("scheduler.max_num_batched_tokens=2", 1),
-        ("scheduler.max_prefill_tokens_beside_decode=7", 7),
     ):
-        assert load_config(overrides=[MODEL, key]).max_prefill_tokens_beside_decode == cap
+        config = load_config(overrides=[MODEL, key])
+        assert config.prefill_cap == cap
+        assert config.without_streams().prefill_cap == config.scheduler.max_num_batched_tokens
+        assert not config.without_streams().paces_prefill
     assert not load_config(overrides=[MODEL]).paces_prefill
     for key in ("scheduler.target_itl_ms=20", "scheduler.target_itl_ms=0"):
         config = load_config(overrides=[MODEL, key])
         assert config.paces_prefill
-        assert config.max_prefill_tokens_beside_decode == 8192
-        fixed = "scheduler.max_prefill_tokens_beside_decode=7"
-        assert load_config(overrides=[MODEL, fixed, key]).max_prefill_tokens_beside_decode == 7
+        assert config.prefill_cap == 8192
+        stages = "parallel.pipeline_parallel_size=2"
+        config = load_config(overrides=[MODEL, stages, key])
+        assert (config.paces_prefill, config.prefill_cap) == (False, 2048)
     few = [MODEL, "scheduler.max_num_seqs=4", "speculation.max_draft_tokens=3"]
     for budget, most in ((8, 16), (64, 64)):
         config = load_config(overrides=[*few, f"scheduler.max_num_batched_tokens={budget}"])
@@ -287,7 +290,6 @@ def test_wrong_keys_and_types_name_the_right_ones(override: str, message: str) -
         ("cache.gpu_memory_utilization=0", "above 0 and at most 1"),
         ("scheduler.max_num_seqs=0", "at least 1"),
         ("scheduler.max_num_batched_tokens=0", "at least 1"),
-        ("scheduler.max_prefill_tokens_beside_decode=0", "at least 1"),
         ("parallel.tensor_parallel_size=0", "at least 1"),
         ("parallel.cpu_threads=0", "at least 1"),
         ("server.port=65536", "at least 0 and at most 65535"),

@@ -89,15 +89,10 @@ def _offline(config: Config) -> Config:
         files_folder=None,
         request_timeout_s=None,
     )
-    cap = config.scheduler.max_prefill_tokens_beside_decode
-    scheduler = replace(
-        config.scheduler,
-        max_waiting_requests=None,
-        max_prefill_tokens_beside_decode=cap or config.scheduler.max_num_batched_tokens,
-        target_itl_ms=None,
-    )
+    scheduler = replace(config.scheduler, max_waiting_requests=None)
     logging = replace(config.logging, requests=False)
-    return replace(config, server=server, scheduler=scheduler, logging=logging)
+    offline = replace(config, server=server, scheduler=scheduler, logging=logging)
+    return offline.without_streams()
 
 
 async def _answer(

@@ -170,7 +170,7 @@ class Engine:
             block_size=report.block_size,
             max_num_seqs=limits.max_num_seqs,
             token_budget=limits.max_num_batched_tokens,
-            prefill_cap=self._config.max_prefill_tokens_beside_decode,
+            prefill_cap=self._config.prefill_cap,
             paces_prefill=self._config.paces_prefill,
             target_itl_s=limits.target_itl_ms / 1000 if limits.target_itl_ms else None,
             prefix_caching=self._config.cache.enable_prefix_caching,

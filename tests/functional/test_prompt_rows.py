@@ -15,7 +15,7 @@ import torch
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.checkpoint.source import resolve_model
-from aioinfer.config import ModelConfig
+from aioinfer.config import ModelConfig, load_config
 from aioinfer.errors import RequestError
 from tests.functional.prompts import PROMPTS
 from tests.functional.test_equality import MODEL
@@ -95,9 +95,10 @@ def test_a_preempted_prompt_is_computed_anew(reference: Reference, pooling: str 
     settings = {
         "cache.num_blocks": 40,
         "scheduler.max_num_batched_tokens": 24,
-        "scheduler.max_prefill_tokens_beside_decode": 6,
     }
-    with LLM(str(reference.folder), settings=BASE | settings, progress=False) as llm:
+    # as a server has it: a quarter of the budget beside decodes
+    config = load_config(None, BASE | settings | {"model.path": str(reference.folder)})
+    with LLM.of(config, progress=False) as llm:
         requests = [(prompt, growing) for prompt in [reference.prompts[2]] * 5]
         *_, output = run(llm, [*requests, (reference.prompts[-1], wanted)])
     assert output.sequences[0].request.num_preemptions
