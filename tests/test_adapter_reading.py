@@ -102,14 +102,15 @@ def test_matrices_are_scaled_and_rounded_once(
         given[tmp_path / str(number)] = write(tmp_path / str(number), dtype, number)
     for dtype in (torch.bfloat16, torch.float32):
         slots = slots_of(dtype, order)
+        slots.allocate(1, 1)
         reader = AdapterReader(slots)
         # not at the beginning of its storage
         packed = PackedAdapter(torch.zeros(2, slots.slot_numbers, dtype=dtype)[1])
         for folder, tensors in reversed(given.items()):
             read(reader, folder, packed)
+            slots.enter(0, packed.memory, packed.rank)
             (product,) = slots.products
-            down, up = packed.memory.split(slots._sizes)
-            found = product._down_of(down[None])[0], product._up_of(up)
+            found = product._down[0], product._up[:, : product.width]
             for ours, theirs in zip(found, expected(slots, tensors), strict=True):
                 assert torch.equal(ours, theirs)
             assert packed.rank == RANK

@@ -20,7 +20,6 @@ from aioinfer.features.adapters.layers.parts import (
     AdapterWeights,
     ModuleShape,
     Piece,
-    RowPlaces,
     pieces_of_rows,
 )
 from aioinfer.features.adapters.layers.tokens import AdapterTokens
@@ -57,7 +56,8 @@ class ExpertProduct(AdapterPart):
     ):  # fmt: skip
         self._slots, self._stack, self._sources = slots, stack, sources
         self._columns, self._experts, self._total = columns, experts, total
-        self.merged, self._order = merged, order
+        self.merged = merged
+        self._order = None if order is None else order.to(slots.backend.device)
         rows = sum(source.rows.size for source in sources[0])
         width = merged * slots.max_rank
         self.shapes = [(len(sources), width, columns.size), (len(sources), rows, width)]
@@ -76,7 +76,6 @@ class ExpertProduct(AdapterPart):
         self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
     ) -> Iterator[Piece]:
         """See `AdapterPart.pieces`."""
-        rows, inputs = RowPlaces(self._order), RowPlaces()
         for number, sources, down, up in zip(self._experts, self._sources, *tensors, strict=True):
             totals = {source.name: source.rows.total for source in sources}
             given, first = dict[str, tuple[AdapterWeights, int]](), 0
@@ -87,7 +86,14 @@ class ExpertProduct(AdapterPart):
                     first += total
                 elif name in weights:
                     given[name] = weights[name], index * rank
-            yield from pieces_of_rows(down, up, sources, self._columns, given, rows, inputs)
+            yield from pieces_of_rows(down, up, sources, self._columns, given)
+
+    def enter(self, slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        """See `AdapterPart.enter`."""
+        super().enter(slot, tensors)
+        if self._order is not None:
+            up = self.tensors[1][slot]
+            up.copy_(up.index_select(1, self._order))
 
 
 class ExpertAdapters(ExpertExtension):

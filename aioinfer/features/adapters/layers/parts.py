@@ -59,16 +59,14 @@ class Piece(NamedTuple):
     """A part of a matrix and where it goes in a packed slot, two views of one shape.
 
     Attributes:
-        target: the view of the slot, all of it without `places`.
+        target: the view of the slot.
         source: of the matrix.
         scale: multiplied with the source.
-        places: of each row of the source among the rows of the target, int64; None for the same.
     """
 
     target: torch.Tensor
     source: torch.Tensor
     scale: float = 1.0
-    places: torch.Tensor | None = None
 
 
 class AdapterPart(ABC):
@@ -103,6 +101,11 @@ class AdapterPart(ABC):
             rank: the largest of the adapter's modules.
         """
 
+    def enter(self, slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors of `shapes` on the host to a slot."""
+        for target, given in zip(self.tensors, tensors, strict=True):
+            target[slot].copy_(given, non_blocking=True)
+
 
 class SoftPrompts(AdapterPart):
     """Soft prompts (Lester et al. 2021): vectors in the place of the first tokens' embeddings, one
@@ -130,63 +133,9 @@ class SoftPrompts(AdapterPart):
             yield Piece(tensors[0][: len(found.up)], found.up)
 
 
-class RowPlaces:
-    """Where the rows of a product are in a packed slot.
-
-    Args:
-        order: int64 [rows], the row at each place; None for the same order.
-    """
-
-    def __init__(self, order: torch.Tensor | None = None):
-        self._places: torch.Tensor | None = None
-        if order is not None:
-            order = order.cpu()
-            self._places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        self._runs: dict[tuple[int, int], tuple[int, int, int, int] | None] = {}
-
-    def piece(
-        self, target: torch.Tensor, source: torch.Tensor, first: int = 0, scale: float = 1.0
-    ) -> Piece:
-        """Returns the piece of a source [N, columns], the rows from `first` on, for a target that
-        has all rows [rows, columns]. Runs of rows at equal distances, such as those of gate and up,
-        are a view of the target."""
-        end = first + len(source)
-        if self._places is None:
-            return Piece(target[first:end], source, scale)
-        places = self._places[first:end]
-        if (first, end) not in self._runs:
-            self._runs[first, end] = _runs_of(places)
-        runs = self._runs[first, end]
-        if runs is None:
-            return Piece(target, source, scale, places)
-        begin, count, length, distance = runs
-        rows, columns = target.stride()
-        view = target.as_strided(
-            (count, length, target.shape[1]),
-            (distance * rows, rows, columns),
-            target.storage_offset() + begin * rows,
-        )
-        return Piece(view, source.unflatten(0, (count, length)), scale)
-
-
-def _runs_of(places: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Returns (first place, runs, places of a run, distance of the runs) of places that are runs of
-    one length at equal distances; None of others."""
-    if not len(places):
-        return 0, 0, 1, 1
-    ends = torch.nonzero(places.diff() != 1)
-    length = int(ends[0]) + 1 if len(ends) else len(places)
-    starts = places[::length]
-    distance = int(starts[-1] - starts[0]) // max(1, len(starts) - 1)
-    regular = starts[0] + torch.arange(len(starts))[:, None] * distance + torch.arange(length)
-    if distance < 0 or not torch.equal(regular.flatten(), places):
-        return None  # a view has no negative strides
-    return int(starts[0]), len(starts), length, distance
-
-
 def pieces_of_rows(
     down: torch.Tensor, up: torch.Tensor, sources: Sequence[Source], columns: Shard,
-    given: Mapping[str, tuple[AdapterWeights, int]], rows: RowPlaces, inputs: RowPlaces,
+    given: Mapping[str, tuple[AdapterWeights, int]],
 ) -> Iterator[Piece]:  # fmt: skip
     """Yields the pieces of modules' matrices for those of a product.
 
@@ -195,7 +144,6 @@ def pieces_of_rows(
         sources: the rows of the product.
         columns: the input features that this rank has.
         given: by module, its matrices and the place of their first rank among all ranks.
-        rows, inputs: the places of the rows of B and of the columns of A.
     """
     end = 0
     for source in sources:
@@ -205,9 +153,9 @@ def pieces_of_rows(
         weights, first_rank = given[source.name]
         ranks = slice(first_rank, first_rank + len(weights.down))
         own = weights.down[:, columns.start : columns.start + columns.size]
-        yield inputs.piece(down[ranks].t(), own.t())
+        yield Piece(down[ranks], own)
         own = weights.up[source.rows.start : source.rows.start + source.rows.size]
-        yield rows.piece(up[:, ranks], own, first, weights.scale * source.scale)
+        yield Piece(up[first:end, ranks], own, weights.scale * source.scale)
 
 
 class PieceCopies:
@@ -224,12 +172,8 @@ class PieceCopies:
     """
 
     def __init__(self, pieces: Iterable[Piece]):
-        given = list(pieces)
-        whole = [piece for piece in given if piece.places is None]
-        scaled = [piece for piece in whole if piece.scale != 1.0]
-        plain = [piece for piece in whole if piece.scale == 1.0]
-        self.pieces = scaled + plain + [piece for piece in given if piece.places is not None]
-        self._scales, self._num_whole = [piece.scale for piece in scaled], len(whole)
+        self.pieces = sorted(pieces, key=lambda piece: piece.scale == 1.0)
+        self._scales = [piece.scale for piece in self.pieces if piece.scale != 1.0]
 
     def run(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copies sources, which have one dtype, each times its scale, into their targets. Those of
@@ -238,17 +182,10 @@ class PieceCopies:
             return
         if sources[0].dtype not in (targets[0].dtype, torch.float32):
             sources = [source.float() for source in sources]
-        scales, end = self._scales, self._num_whole
-        copied = sources[:end]
-        if scales:
-            copied[: len(scales)] = torch._foreach_mul(copied[: len(scales)], scales)
-        if copied:
-            torch._foreach_copy_(targets[:end], copied)
-        for piece, target, source in zip(
-            self.pieces[end:], targets[end:], sources[end:], strict=True
-        ):
-            assert piece.places is not None
-            target.index_copy_(0, piece.places, (source * piece.scale).to(target.dtype))
+        if scales := self._scales:
+            scaled = torch._foreach_mul(sources[: len(scales)], scales)
+            sources = [*scaled, *sources[len(scales) :]]
+        torch._foreach_copy_(targets, sources)
 
 
 def aligned(numbers: int) -> int:

@@ -23,7 +23,6 @@ from aioinfer.features.adapters.layers.parts import (
     AdapterWeights,
     ModuleShape,
     Piece,
-    RowPlaces,
     aligned,
     pieces_of_rows,
 )
@@ -65,9 +64,12 @@ class AdaptedProduct(ProductExtension):
         self._addition: Addition | None = None
 
     def allocate(self, memory: torch.Tensor) -> None:
-        """Makes the matrices B of all slots. `memory` [slots, numbers] has A of all products."""
+        """Makes the matrices B of all slots, once the weight is loaded. `memory` [slots, numbers]
+        has A of all products."""
         columns = aligned(len(memory) * self.width)
         self._down, self._up = self._down_of(memory), memory.new_zeros(self._out, columns)
+        orders = self.row_order, self.input_order
+        self._orders = [None if each is None else each.to(memory.device) for each in orders]
 
     @property
     def is_active(self) -> bool:
@@ -86,8 +88,7 @@ class AdaptedProduct(ProductExtension):
             for number, name in enumerate(self.modules)
             if name in weights
         }
-        places = RowPlaces(self.row_order), RowPlaces(self.input_order)
-        return pieces_of_rows(down, up, self._sources, self._columns, given, *places)
+        return pieces_of_rows(down, up, self._sources, self._columns, given)
 
     def _down_of(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns A [slots, width, in] in memory of slots [slots, numbers]."""
@@ -100,9 +101,13 @@ class AdaptedProduct(ProductExtension):
         return ups[first : first + self._out * self.width].view(self._out, self.width)
 
     def enter(self, slot: int, ups: torch.Tensor) -> None:
-        """Copies B to the columns of a slot, from its numbers B on the device."""
+        """Copies B to the columns of a slot, from its numbers B on the device, and has the slot's
+        A and B in the orders of the weight."""
+        up, down, rows, inputs = self._up_of(ups), self._down[slot], *self._orders
         columns = slice(slot * self.width, (slot + 1) * self.width)
-        self._up[:, columns].copy_(self._up_of(ups))
+        self._up[:, columns].copy_(up if rows is None else up.index_select(0, rows))
+        if inputs is not None:
+            down.copy_(down.index_select(1, inputs))
 
     # ---------------------------------------------------------------- products
 

@@ -189,5 +189,4 @@ class AdapterSlots(AdapterTokens):
             product.enter(slot, ups)
         self.ranks[slot] = rank
         for part, tensors in self._views(packed):
-            for target, given in zip(part.tensors, tensors, strict=True):
-                target[slot].copy_(given, non_blocking=True)
+            part.enter(slot, tensors)
