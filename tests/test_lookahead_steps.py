@@ -6,11 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.features import ProposalRows
+from tests.filled_slots import assert_fits
 from tests.scheduled_worker import (
     GREEDY,
     NEW_TOKENS,
+    KnownDrafts,
     RandomLookahead,
     expected_outputs,
     generate,
@@ -63,3 +68,33 @@ def test_siblings_chunks_and_preemption(family: str, tmp_path: Path) -> None:
     assert outputs == plain
     assert scheduler.stats.preemptions > 1
     assert ahead.num_kept > 50
+
+
+def test_sampled_tokens_have_the_distribution_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are always one token, whatever is sampled: it is not sampled more often for that, nor
+    is any other. How often each token is expected is the sum of its probabilities behind all
+    sampled texts; Pearson's statistic is then no larger than that of equal probabilities."""
+    vocab, draft, seeds = 24, 7, 100
+    params = SamplingParams(temperature=1.5, logit_bias={draft: 2.0})
+
+    def propose(self: KnownDrafts, rows: ProposalRows) -> None:
+        for slot, base, offset in zip(*(each.tolist() for each in rows), strict=True):
+            if offset:
+                self.rank.slots.tokens[slot, base + offset] = draft
+
+    monkeypatch.setattr(KnownDrafts, "propose", propose)
+    folder, prompt = tiny_model("llama", tmp_path, vocab_size=vocab), [5, 9, 3, 1]
+    ahead = RandomLookahead(3)
+    outputs, _ = generate(folder, [prompt], n=seeds, params=[params], ahead=ahead)
+    assert ahead.num_rows > ahead.num_kept > 200
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        texts = torch.tensor([prompt + output[:-1] for output in outputs])
+        logits = model(texts).logits[:, len(prompt) - 1 :]
+        logits[..., draft] += 2.0
+    expected = (logits / params.temperature).softmax(-1).sum((0, 1)).numpy()
+    observed = torch.tensor(outputs).flatten().bincount(minlength=vocab).numpy()
+    assert observed.sum() == seeds * NEW_TOKENS
+    assert_fits(observed, expected)

@@ -14,16 +14,17 @@ import torch
 
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
-from tests.test_models import NEMOTRON_EXPERTS, reference_model
+from tests.test_models import GEMMA4_31B, GEMMA4_EXPERTS, NEMOTRON_EXPERTS, reference_model
 from tests.tiny_models import tiny_model
 
 OUTPUT = 12
-#: Lengths around blocks of 16 tokens, and chunks of 37.
+CHUNK = 37
+#: Lengths around blocks of 16 tokens, and chunks.
 LENGTHS = (1, 2, 15, 16, 17, 33, 37, 48, 49, 63, 64, 65, 95)
 SETTINGS: dict[str, Any] = {
     "parallel.executor": "inline", "parallel.device": "cpu", "model.dtype": "float32",
     "model.tokenizer": "none", "cache.block_size": 16, "cache.num_blocks": 60,
-    "scheduler.max_num_seqs": 4, "scheduler.max_num_batched_tokens": 37,
+    "scheduler.max_num_seqs": 4, "scheduler.max_num_batched_tokens": CHUNK,
 }  # fmt: skip
 WITHOUT_CACHE = {"cache.enable_prefix_caching": False}
 TWO = {"parallel.executor": "multiprocess"}
@@ -41,17 +42,22 @@ class Case(NamedTuple):
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5 experts": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "lfm2": ("lfm2", {}),
     "lfm2_moe": ("lfm2_moe", {}),
     "kimi_linear": ("kimi_linear", {}),
     "falcon_h1": ("falcon_h1", {}),
     "bamba": ("bamba", {}),
     "granite": ("granitemoehybrid", {}),
     "granite experts": ("granitemoehybrid", EXPERTS),
+    "nemotron": ("nemotron_h", {}),
     "nemotron experts": ("nemotron_h", NEMOTRON_EXPERTS),
     "nemotron experts of latents": ("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
     # groups of two head sizes, windows, and layers that read the cache of others
     "gemma4": ("gemma4_text", {}),
+    "gemma4 31B": ("gemma4_text", GEMMA4_31B),
+    "gemma4 26B": ("gemma4_text", GEMMA4_31B | GEMMA4_EXPERTS),
     "gemma3n": ("gemma3n_text", {}),
     "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 13,
                           "num_hidden_layers": 4, "max_window_layers": 2}),
@@ -59,15 +65,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
 }  # fmt: skip
 
+EXTENDED = ("deepseek", "qwen3_5 experts", "lfm2_moe", "nemotron", "gemma4 26B")
+
 #: One of each kind of state, and of each kind of shared keys. Kimi-Linear's attention keeps latent
 #: vectors, which float8 is refused for.
 STATES_BESIDE_KEYS = ("qwen3_5", "lfm2_moe", "falcon_h1", "bamba", "gemma4", "gemma3n")
 
 
 def params() -> Iterator[Any]:
-    """Yields the cases; those of latents are extended."""
+    """Yields the cases; those of latents, and those that have the parts of others, are extended."""
     for name in CASES:
-        marks = [pytest.mark.extended] if name.startswith("deepseek") else []
+        marks = [pytest.mark.extended] if name.startswith(EXTENDED) else []
         yield pytest.param(name, marks=marks)
 
 
@@ -121,6 +129,44 @@ def test_prefix_hits_and_forks(case: Case) -> None:
         assert answer == likeliest(reference_model(case.folder), turn, answer)
         four = llm.generate([turn], greedy(n=4))[0]
         assert [list(one.token_ids) for one in four.completions] == [answer] * 4
+
+
+@pytest.mark.extended
+def test_hits_of_every_length_modulo_a_chunk(case: Case) -> None:
+    """A prompt of each length goes on from what a longer one has left, as it did from nothing,
+    with and without a seed; every fourth one in four sequences. Each length of the rest behind a
+    hit is that of a chunk's part."""
+    text = case.prompts[-1]
+    lengths = range(len(text) - CHUNK, len(text))
+    asked = [text[:length] for length in lengths]
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.8)[number % 2], seed=number, max_tokens=OUTPUT, ignore_eos=True,
+            n=1 if number % 4 else 4,
+        )
+        for number in range(len(asked))
+    ]  # fmt: skip
+
+    def run(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[list[int]], int]:
+        (output,) = llm.generate([prompt], params)
+        return [list(each.token_ids) for each in output.completions], output.num_cached_tokens
+
+    with LLM(str(case.folder), settings=SETTINGS | WITHOUT_CACHE, progress=False) as llm:
+        cold = [run(llm, *each)[0] for each in zip(asked, params, strict=True)]
+        model = reference_model(case.folder)
+        for prompt, (first, *_) in list(zip(asked, cold, strict=True))[::2]:
+            assert first == likeliest(model, prompt, first)
+    with LLM(str(case.folder), settings=SETTINGS, progress=False) as llm:
+        run(llm, text, greedy())
+        rests = set()
+        for prompt, each, expected in zip(asked, params, cold, strict=True):
+            for _ in range(2):  # the second time from the end of the prompt itself
+                found, cached = run(llm, prompt, each)
+                assert found == expected, (len(prompt), cached)
+            rests.add((len(prompt) - cached) % CHUNK)
+            assert cached > 0
+        assert len(rests) >= 16
+        llm.frontend.engines[0].scheduler.check_integrity()
 
 
 def test_preemption(case: Case) -> None:

@@ -4,8 +4,10 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import resource
 import signal
 import time
 from pathlib import Path
@@ -15,8 +17,10 @@ import pytest
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.errors import ConfigError
+from aioinfer.scheduler.request import RequestStatus
 from tests.disturbance import worker_pids
 from tests.tiny_models import tiny_model
+from tests.waiting import until
 
 extended = pytest.mark.extended
 NEW_TOKENS, TURNS = 12, 3
@@ -152,6 +156,93 @@ def test_workers_that_are_lost_take_the_store_with_them(tmp_path: Path) -> None:
         engine.scheduler.check_integrity()
     texts = [[list(o.outputs[0].token_ids) for o in outputs] for outputs in (first, again)]
     assert texts[0] == texts[1]
+
+
+@extended
+@pytest.mark.parametrize(
+    ("place", "ranks"), [("host", 1), ("host", 2), ("disk", 1), ("disk", 2)], ids=str
+)
+def test_workers_that_are_killed_while_they_load(place: str, ranks: int, tmp_path: Path) -> None:
+    """They are stopped, so that requests of which the store has the beginnings stay LOADING, and
+    then killed: the requests go on with new workers, and nothing of them is left."""
+    folder, disk = model_of("states", tmp_path), tmp_path / "kv"
+    settings = SETTINGS | STORE | {
+        "parallel.executor": "multiprocess", "parallel.restart_workers": 3,
+        "parallel.tensor_parallel_size": ranks,
+    }  # fmt: skip
+    if place == "disk":
+        settings["cache.disk_path"] = str(disk)
+        with LLM(str(folder), settings=settings, progress=False) as llm:
+            expected = texts_of(llm)
+            until_written(disk)
+    with LLM(str(folder), settings=settings, progress=False) as llm:
+        if place == "host":
+            expected = texts_of(llm)
+        scheduler = llm.frontend.engines[0].scheduler
+
+        async def lose() -> list[list[int]]:
+            for pid in worker_pids():
+                os.kill(pid, signal.SIGSTOP)
+            outputs = [await llm.frontend.submit(each, params_of(0.0)) for each in PROMPTS]
+            running = [asyncio.create_task(output.collect()) for output in outputs]
+            await until(lambda: any(
+                each.status is RequestStatus.LOADING for each in scheduler.requests()
+            ))  # fmt: skip
+            for pid in worker_pids():
+                os.kill(pid, signal.SIGKILL)
+            return [[t for delta in await each for t in delta.token_ids] for each in running]
+
+        assert llm.run(lose()) == expected
+        assert texts_of(llm) == expected
+        engine = llm.frontend.engines[0]
+        assert engine.metrics.restarts == 1
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.kv_cache.num_free == sum(engine.report.num_blocks)
+
+
+def texts_of(llm: LLM) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params_of(0.0))]
+
+
+@pytest.mark.parametrize("kind", ["windows", pytest.param("states", marks=extended)])
+def test_memory_of_the_host_that_is_exhausted_changes_no_text(kind: str, tmp_path: Path) -> None:
+    """It has room for less than one conversation has at its end."""
+    folder = model_of(kind, tmp_path)
+    expected, _ = converse(folder, params_of(1.0))
+    answers, llm = converse(folder, params_of(1.0), **{"cache.host_bytes": 2**16})
+    assert answers == expected
+    store = llm.frontend.engines[0].scheduler.kv_cache.store
+    assert store is not None
+    for group in store.groups:
+        assert len(group) == group.num_places < 20
+
+
+def test_a_disk_that_gets_full_changes_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was written before is read, and nothing more is written."""
+    folder, disk = model_of("windows", tmp_path), tmp_path / "kv"
+    settings = SETTINGS | {"cache.host_bytes": 2**16, "cache.disk_path": str(disk)}
+    others = [[*prompt[20:], 9, 5] for prompt in PROMPTS]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with LLM(str(folder), settings=settings, progress=False) as llm:
+        scheduler = llm.frontend.engines[0].scheduler
+        expected = texts_of(llm)
+        until_written(disk)
+        before = scheduler.stats.loaded_tokens
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))  # bytes of a file: less than a block
+        try:
+            llm.generate(others, params_of(0.0))
+            llm.run(until(lambda: "no further KV blocks are written" in caplog.text))
+            kept = files_of(disk)
+            assert texts_of(llm) == expected
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert scheduler.stats.loaded_tokens > before
+        scheduler.check_integrity()
+    assert kept
+    assert set(files_of(disk)) <= set(kept)
+    assert not list(disk.glob("**/*.tmp"))
 
 
 def test_memory_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
