@@ -15,13 +15,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from aioinfer.__main__ import main
 from aioinfer.batch_file import check_input, read_requests, take_up
 from aioinfer.cli.bench import find_bench
-from aioinfer.cli.chat import ChatError, ChatServer, _Pace
+from aioinfer.cli.chat import ChatError, ChatServer, Event, _Pace
 from aioinfer.cli.commands import COMMANDS
 from aioinfer.cli.model_options import add_model_options, load
 from aioinfer.errors import ConfigError
@@ -221,14 +222,64 @@ async def test_the_pace_of_an_answer_is_shown_on_a_terminal() -> None:
     assert pace.describe() == ""
     for event in (chunk(role="assistant"), chunk(content="a"), chunk(content="b")):
         await asyncio.sleep(0.05)
-        pace.count(event)
-    pace.count(USAGE_EVENT)
+        pace.count(msgspec.convert(event, Event))
+    pace.count(msgspec.convert(USAGE_EVENT, Event))
     found = re.fullmatch(
         r"4 tokens, ([\d.]+) tokens/s, the first after ([\d.]+) s", pace.describe()
     )
     assert found
     assert 0 < float(found[1]) <= 3 / 0.05
     assert float(found[2]) >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'data: {"choices": [{"delta": {"content": "Hel', "broke off its answer"),
+        (b'data: {"choices": [{"delta": {"content": "Hel"}}]}\n\n', "broke off its answer"),
+        (b'data: {"choices": [{"delta": null}, {"index": 1}]}\n\n', "broke off its answer"),
+        (b'data: {"error": "no memory"}\n\n', "aioinfer: no memory"),
+        (b"data: [1, 2]\n\n", "is none of a chat: Expected `object`, got `array`"),
+        (b"data: <html>\n\n", "is none of a chat: JSON is malformed"),
+        (b'data: {"choices": [{"delta": {"content": "\xff"}}]}\n\n', "is none of a chat: "),
+    ],
+)
+async def test_a_chat_with_a_server_of_its_own_ways_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: bytes, reason: str
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await stream(request, data)
+
+    async with serving(answer) as url:
+        status, _, errors = await chat(monkeypatch, capsys, "one\n", "--url", url)
+    assert status == 1
+    (line,) = errors.splitlines()
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://a:b", "http://[::1", "http://a b/"]
+)
+def test_what_is_no_url_is_named(url: str) -> None:
+    with pytest.raises(ChatError, match=f"^{re.escape(repr(url))} is not the URL of a server$"):
+        ChatServer(url).model()
+
+
+@pytest.mark.parametrize("data", ["two\nlines", "a\u20acb", "", b"\xff"])
+async def test_a_file_without_a_key_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    data: str | bytes,
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(data if isinstance(data, bytes) else data.encode())
+    words = ["--url", "http://127.0.0.1:9", "--api-key-file", str(file)]
+    status, _, errors = await chat(monkeypatch, capsys, "", *words)
+    assert status == 2
+    assert (
+        errors == f"aioinfer: --api-key-file {file} must hold one line, a key of ASCII characters\n"
+    )
 
 
 @pytest.mark.parametrize(

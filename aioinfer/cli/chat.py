@@ -20,6 +20,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+from msgspec import Struct
+
 from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.interrupts import ended_by_interrupts
 from aioinfer.cli.model_options import add_model_options, announce, load
@@ -40,8 +43,55 @@ Several lines that are pasted are one message.
 _LIST_TIMEOUT_S = 10.0
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 
-#: Events of a stream of chat completions, decoded.
-Events = Generator[dict[str, Any], None, None]
+
+class Function(Struct):
+    """The function of a call, or a part of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class Call(Struct):
+    """A tool call, or a part of one."""
+
+    function: Function | None = None
+
+
+class Delta(Struct):
+    """What an event adds to an answer; servers have two names for its thoughts."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Choice(Struct):
+    """An answer of the server's; one is asked for."""
+
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Usage(Struct):
+    """The tokens that the server has counted."""
+
+    completion_tokens: int | None = None
+
+
+class Event(Struct):
+    """An event of a stream of chat completions: what is read of it."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+    def deltas(self) -> list[Delta]:
+        """Returns what it adds to the answer."""
+        return [choice.delta for choice in self.choices or () if choice.delta is not None]
+
+
+Events = Generator[Event, None, None]
 
 
 class ChatError(AioinferError):
@@ -90,21 +140,11 @@ class ChatServer:
     ) -> HTTPResponse:
         """Returns the response, which must have status 200. Raises `ChatError`; its cause is a
         `ConnectionRefusedError` where nothing listens."""
-        place = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
-        if place.hostname is None or place.scheme not in ("http", "https"):
-            raise ChatError(f"{self.url!r} is not the URL of a server")
-        if place.scheme == "https":
-            context = ssl.create_default_context()
-            connection: HTTPConnection = HTTPSConnection(
-                place.hostname, place.port, timeout=timeout_s, context=context
-            )
-        else:
-            connection = HTTPConnection(place.hostname, place.port, timeout=timeout_s)
+        connection, base = self._connection(timeout_s)
         # closing: then the end of the response also ends the socket, and the request
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        base = place.path.rstrip("/").removesuffix("/v1")
         try:
             connection.request(
                 method, f"{base}{path}", None if body is None else json.dumps(body), headers
@@ -121,6 +161,23 @@ class ChatServer:
             raise ChatError(f"what answers at {self.url} does not speak HTTP") from error
         raise ChatError(f"{self.url}: {reason}")
 
+    def _connection(self, timeout_s: float | None) -> tuple[HTTPConnection, str]:
+        """Returns a connection that is not open yet, and the beginning of its paths. Raises
+        `ChatError`."""
+        try:
+            place = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
+            if place.hostname is None or place.scheme not in ("http", "https"):
+                raise ValueError
+            base = place.path.rstrip("/").removesuffix("/v1")
+            if place.scheme == "http":
+                return HTTPConnection(place.hostname, place.port, timeout=timeout_s), base
+            context = ssl.create_default_context()
+            return HTTPSConnection(
+                place.hostname, place.port, timeout=timeout_s, context=context
+            ), base
+        except (ValueError, HTTPException):  # also what a host or a port cannot be
+            raise ChatError(f"{self.url!r} is not the URL of a server") from None
+
     def model(self) -> str:
         """Returns the first model that the server lists. Raises `ChatError`."""
         with self._request("GET", "/v1/models", timeout_s=_LIST_TIMEOUT_S) as response:
@@ -133,18 +190,35 @@ class ChatServer:
                 ) from error
 
     def answer(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Events:
-        """Yields the events of an answer. Closing this iterator ends the request."""
+        """Yields the events of an answer. Closing this iterator ends the request. Raises
+        `ChatError`, also for an answer without an end."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"messages": messages} | options | fields
         with closing(self._request("POST", "/v1/chat/completions", body)) as response:
+            has_ended = False
             for raw in response:
                 data = raw.strip().removeprefix(b"data:").strip()
-                if not raw.startswith(b"data:") or data == b"[DONE]":
+                if not raw.startswith(b"data:"):
                     continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise ChatError(event["error"]["message"])
-                yield event
+                if data == b"[DONE]":
+                    has_ended = True
+                elif raw.endswith(b"\n"):
+                    event = self._decode(data)
+                    has_ended |= any(choice.finish_reason for choice in event.choices or ())
+                    yield event
+            if not has_ended:
+                raise ChatError(f"{self.url} broke off its answer")
+
+    def _decode(self, data: bytes) -> Event:
+        """Returns an event. Raises `ChatError` for an error of the server's, and for what is no
+        event of a chat."""
+        try:
+            event = msgspec.json.decode(data, type=Event)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ChatError(f"an event of {self.url} is none of a chat: {error}") from error
+        if found := event.error:
+            raise ChatError(str(found.get("message", found) if isinstance(found, dict) else found))
+        return event
 
 
 def _message(response: HTTPResponse) -> str:
@@ -194,8 +268,8 @@ class Chat:
             with closing(self.server.answer([*system, *asked], self.fields)) as events:
                 for event in events:
                     pace.count(event)
-                    for choice in event.get("choices") or ():
-                        answer += _show(choice["delta"], view)
+                    for delta in event.deltas():
+                        answer += _show(delta, view)
             figures = pace.describe()
         except KeyboardInterrupt:
             figures = "stopped"
@@ -241,10 +315,13 @@ class _Pace:
         self._last = self._asked
         self._tokens = 0
 
-    def count(self, event: dict[str, Any]) -> None:
+    def count(self, event: Event) -> None:
         """Takes note of an event that has come."""
-        self._tokens = (event.get("usage") or {}).get("completion_tokens") or self._tokens
-        if any(_has_output(choice["delta"]) for choice in event.get("choices") or ()):
+        if event.usage is not None:
+            self._tokens = event.usage.completion_tokens or self._tokens
+        if any(
+            d.content or d.reasoning_content or d.reasoning or d.tool_calls for d in event.deltas()
+        ):
             self._last = time.monotonic()
             self._first = self._first or self._last
 
@@ -259,23 +336,17 @@ class _Pace:
         return f"{text}, the first after {self._first - self._asked:.2f} s"
 
 
-def _has_output(delta: dict[str, Any]) -> bool:
-    names = ("content", "reasoning_content", "reasoning", "tool_calls")
-    return any(delta.get(name) for name in names)
-
-
-def _show(delta: dict[str, Any], view: AnswerView) -> str:
+def _show(delta: Delta, view: AnswerView) -> str:
     """Shows the delta of an answer: its thoughts and tool calls too, where there are any. Returns
     the new text of the answer itself."""
-    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+    if thought := delta.reasoning_content or delta.reasoning:
         view.thought(thought)
-    for call in delta.get("tool_calls") or ():
-        function = call.get("function", {})
-        view.call(function.get("name"), function.get("arguments") or "")
-    text = str(delta.get("content") or "")
-    if text:
-        view.text(text)
-    return text
+    for call in delta.tool_calls or ():
+        if call.function is not None:
+            view.call(call.function.name, call.function.arguments or "")
+    if delta.content:
+        view.text(delta.content)
+    return delta.content or ""
 
 
 def _local_url() -> str:
@@ -342,10 +413,16 @@ def _private(config: Config, key: str) -> Config:
 
 
 def _key(file: str | None) -> str | None:
+    """Returns the key in a file. Raises `ConfigError`."""
     if file is None:
         return None
     try:
         with open(file, encoding="utf-8") as stream:
-            return stream.read().strip()
+            key = stream.read().strip()
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        key = ""
+    if not (key.isascii() and key.isprintable() and key):
+        raise ConfigError(f"--api-key-file {file} must hold one line, a key of ASCII characters")
+    return key
