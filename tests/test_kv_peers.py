@@ -4,12 +4,16 @@ wrong is a block that is missing."""
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import signal
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -258,6 +262,48 @@ def test_a_server_that_dies_in_mid_transfer_is_a_miss(monkeypatch: pytest.Monkey
     assert pair.read(8) == 0
     pair.reader.close()
     pair.server.close()
+
+
+def serve_blocks(connection: Connection, heads: int) -> None:
+    """Runs in a process of its own: serves the blocks of a `Pair` until the process is killed,
+    which it does itself before it has sent so many heads."""
+    pair, send = Pair(), kv_peers.send_head
+
+    def count(peer: socket.socket, *, is_there: bool, value: int) -> None:
+        nonlocal heads
+        heads -= 1
+        if not heads:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(peer, is_there=is_there, value=value)
+
+    kv_peers.send_head = count
+    connection.send(pair.address)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("heads", [1, 23, 10_000])
+def test_a_server_that_is_killed_in_mid_transfer_is_a_miss(pair: Pair, heads: int) -> None:
+    """What has come before counts only if its part is whole, and is what was there."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_blocks, args=(theirs, heads))
+    process.start()
+    try:
+        address = "{}:{}".format(*ours.recv())
+        count = pair.read(40, address=address)
+        assert count == 40 if heads > 40 else count <= heads
+        assert pair.has(count)
+        if heads <= 40:
+            process.join(20)
+            assert process.exitcode == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.join()
+    if heads > 40:  # connections of before
+        pair.here.groups[0].zero_()
+        assert pair.read(40, address=address) == 0
+    assert pair.read(40) == 40, "of another server"
+    assert pair.has(40)
 
 
 def test_a_key_has_to_be_there_and_long(tmp_path: Path) -> None:
