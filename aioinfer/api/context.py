@@ -298,10 +298,15 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
         ignores_unknown = models.first.config.server.unknown_fields == "ignore"
         body = await decode_body(parts, kind, ignores_unknown=ignores_unknown)
-    name_model(request, body.model)
-    if (record := request.get(RECORD)) is not None:
-        record.decoded, record.model = time.perf_counter(), body.model
+    note_body(request, body)
     return body
+
+
+def note_body(request: web.Request, body: Body) -> None:
+    """Notes the model that a body names, and when it was decoded. Raises as `name_model`."""
+    name_model(request, body.model)
+    record = request[RECORD]
+    record.decoded, record.model = time.perf_counter(), body.model
 
 
 def read_query(request: web.Request, kind: type[S]) -> S:

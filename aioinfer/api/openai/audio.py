@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import time
 import zlib
 from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from aioinfer.api.context import (
     REQUEST_BODIES,
     chunks_of,
     frontend_of,
-    name_model,
+    note_body,
     receive_form,
 )
 from aioinfer.api.decoding import Body
@@ -33,7 +32,7 @@ from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import error_event, json_response
 from aioinfer.api.event_stream import EventStream
 from aioinfer.api.generation import Generation, data_event
-from aioinfer.api.http.logs import RECORD, request_id
+from aioinfer.api.http.logs import request_id
 from aioinfer.engine.output import Delta
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, Segment, Transcriber, language_names
@@ -190,9 +189,7 @@ async def _receive(
 
     form = await receive_form(request, kind, take)
     form.check()
-    name_model(request, form.model)
-    if (record := request.get(RECORD)) is not None:
-        record.decoded, record.model = time.perf_counter(), form.model
+    note_body(request, form)
     return form, await asyncio.to_thread(b"".join, held.take())
 
 
