@@ -14,6 +14,10 @@ one. A step takes at most its fair share of the decoding requests, the oldest fi
 requests that are left over are due for the next one. So P steps of equal size follow each other
 soon, however requests come and go. Chunks of prompts need no token, and go into any step.
 
+After a step with lookahead a request is due when its result has come. If most of a micro-batch
+waits for that, the few that are due wait, too, as long as each stage has a step: a step of few rows
+takes a stage nearly as long as a whole one, and the micro-batch would stay divided.
+
 If no request is due, requests whose last token is on its way are taken all the same: the pipeline
 would be empty otherwise, and the first stage waits for tokens on the device, as with one stage.
 
@@ -22,9 +26,12 @@ would be empty otherwise, and the first stage waits for tokens on the device, as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from aioinfer.scheduler.request import Request
+
+#: Of a micro-batch with lookahead so large a part is computed without the others.
+_MIN_PART = 0.7
 
 
 class MicroBatches:
@@ -59,6 +66,18 @@ class MicroBatches:
         one do not know how many tokens were kept."""
         pending = request.num_pending
         return not pending or (pending == 1 and request.sampled_step <= self._last_due)
+
+    def awaits_lookahead(self, requests: Sequence[Request]) -> bool:
+        """Whether a step with those that are due of the running requests should not be planned
+        before the result of a step with lookahead has come."""
+        if not any(request.num_lookahead for request in requests):
+            return False
+        num_due = 0
+        for request in requests:
+            if request.total - request.num_computed > 1:
+                return False  # a prompt
+            num_due += request.total < request.plan_limit and self.is_due(request)
+        return num_due < _MIN_PART * self._left
 
     def takes(self, request: Request) -> bool:
         """Whether the step takes the next tokens of a request, and counts it if it decodes."""

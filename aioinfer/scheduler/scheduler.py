@@ -314,7 +314,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
         running = self._running
-        builder = self._planner.plan(self._step_id)
+        builder = self._planner.plan(self._step_id, len(self._posted))
         if builder.is_empty and not (
             self._has_transfers() or self.features.need_step(is_idle=not self._posted)
         ):

@@ -76,14 +76,20 @@ class StepPlanner:
         if limits.num_stages > 1:
             self._micro_batches = MicroBatches(limits.num_stages, plan_ahead=limits.plan_ahead)
 
-    def plan(self, step_id: int) -> PlanBuilder:
-        """Returns the rows of the next step; none if there is nothing to compute."""
+    def plan(self, step_id: int, num_in_flight: int) -> PlanBuilder:
+        """Returns the rows of the next step, behind so many that are in flight; none if there is
+        nothing to compute."""
         if self._micro_batches is None:
             return self._plan(step_id)
-        return self._plan_micro_batch(step_id, self._micro_batches)
+        return self._plan_micro_batch(step_id, num_in_flight, self._micro_batches)
 
-    def _plan_micro_batch(self, step_id: int, micro_batches: MicroBatches) -> PlanBuilder:
+    def _plan_micro_batch(
+        self, step_id: int, num_in_flight: int, micro_batches: MicroBatches
+    ) -> PlanBuilder:
         micro_batches.begin(step_id, self._num_decodes())
+        is_busy = num_in_flight >= self._limits.num_stages and not self._waiting.num_requests
+        if is_busy and micro_batches.awaits_lookahead(self._running.requests):
+            return self._new_builder(step_id)
         builder = self._plan(step_id)
         if builder.is_empty and micro_batches.take_early():
             self._plan_running(builder)

@@ -11,6 +11,9 @@ Where none pays, a request is still probed with one draft now and then, so rarel
 at most `MAX_PROBE_COST` of the time. A probe that is kept brings the request's drafts back at once,
 unless the drafts behind such probes were seldom kept of late (`Acceptance.returned`).
 
+In a pipeline a request with drafts is due again when their result has come, and not while it is on
+its way: there all requests of a micro-batch have drafts or none has, which keeps it whole.
+
 Requests whose features need each token before the next one (`Use.allows_lookahead`) have no drafts,
 and those under a mask (`Use.needs_drafts`) only drafts that the engine can find as the workers do.
 """
@@ -18,7 +21,7 @@ and those under a mask (`Use.needs_drafts`) only drafts that the engine can find
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 
@@ -38,7 +41,10 @@ from aioinfer.scheduler.steps import Row
 #: The part of the time that probes may cost.
 MAX_PROBE_COST = 0.005
 #: Drafts must promise so much more tokens a second: less is within what measured times differ.
-_MIN_GAIN = 1.02
+_MIN_GAIN, _MIN_PIPELINE_GAIN = 1.02, 1.1
+#: Until it is measured, a step behind drafts is supposed to wait so long for their result, in a
+#: pipeline.
+_WAIT_S = 0.3e-3
 #: Requests that are probed in a step, and steps between two probes at least.
 _NUM_PROBED, _MIN_INTERVAL = 8, 4
 #: A request that keeps at least this part of its first drafts is probed with so many.
@@ -184,15 +190,18 @@ class Planning(StepFeature):
     def _plan(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns the drafts that a step should verify; None for none."""
         if self.costs is None:
-            self.costs = StepCosts(self.host.scheduler().limits.step_times)
+            self.costs = StepCosts(self._start_times())
         self._step += 1
         if not decodes or self.costs.is_stale(len(decodes)):
             return None
         if self._look(decodes) and len(decodes) <= _FEW:
             self._choose_at = self._step
-        if self._step >= self._choose_at or len(decodes) != self._num_decodes:
-            if len(decodes) != self._num_decodes:
-                self._num_decodes = len(decodes)
+        num_decodes = len(decodes)
+        if self._num_stages > 1:  # of all micro-batches, whose sizes change behind drafts
+            num_decodes = len(self.host.scheduler().running)
+        if self._step >= self._choose_at or num_decodes != self._num_decodes:
+            if num_decodes != self._num_decodes:
+                self._num_decodes = num_decodes
                 self._probe_early()
             self._chosen = self._choose(decodes, self.costs)
             if self._chosen is None:
@@ -204,6 +213,12 @@ class Planning(StepFeature):
         if self._chosen is None and self._step >= self._next_probe:
             return self._probe(decodes, self.costs)
         return self._chosen
+
+    def _start_times(self) -> list[tuple[int, float, bool]]:
+        """Returns the times of steps as the workers measured them at their start."""
+        wait = _WAIT_S if self._num_stages > 1 else 0.0
+        measured = self.host.scheduler().limits.step_times
+        return [(rows, seconds + wait * ahead, ahead) for rows, seconds, ahead in measured]
 
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """See `StepFeature.take_lookahead`."""
@@ -279,7 +294,8 @@ class Planning(StepFeature):
             if self._allows_lookahead(request)
         ]
         self._follow([acceptance for acceptance, _ in known])
-        most = _MIN_GAIN * rows / costs.plain(rows)
+        is_pipeline = self._num_stages > 1
+        most = (_MIN_PIPELINE_GAIN if is_pipeline else _MIN_GAIN) * rows / costs.plain(rows)
         last = bisect_left(SIZES, rows + self._max_drafts * len(known))
         sizes = SIZES[bisect_right(SIZES, rows) : last + 1]
         likeliest = max((acceptance.first for acceptance, _ in known), default=0.0)
@@ -292,10 +308,14 @@ class Planning(StepFeature):
             for probability in acceptance.probabilities(self._max_drafts, mean)
         ]
         candidates.sort(key=_first, reverse=True)
+        if is_pipeline:
+            candidates = _one_each_first(candidates)
         tokens = [*accumulate((p for p, _ in candidates), initial=float(rows))]
         best = 0
         for size in sizes:
             drafts = min(size - rows, len(candidates))
+            if is_pipeline and drafts < len(known):
+                continue
             rate = tokens[drafts] / costs.with_lookahead(rows + drafts)
             if rate > most:
                 best, most = drafts, rate
@@ -344,6 +364,8 @@ class Planning(StepFeature):
         probed.update(dict.fromkeys(others, 1))
         self._probed = first + len(others)
         cost = costs.with_lookahead(rows + sum(probed.values())) / costs.plain(rows) - 1.0
+        if self._num_stages > 1:  # the probed requests may miss a turn
+            cost += len(probed) / rows
         self._interval = max(_MIN_INTERVAL, min(1024, int(cost / MAX_PROBE_COST)))
         self._next_probe = self._step + self._interval
         return probed
@@ -353,3 +375,14 @@ class Planning(StepFeature):
             use.allows_lookahead and (self._finds_drafts or not use.needs_drafts)
             for use in request.uses
         )
+
+
+def _one_each_first(candidates: Iterable[tuple[float, Request]]) -> list[tuple[float, Request]]:
+    """Returns candidates with the first one of each request before all others."""
+    seen: set[Request] = set()
+    first: list[tuple[float, Request]] = []
+    further: list[tuple[float, Request]] = []
+    for candidate in candidates:
+        (further if candidate[1] in seen else first).append(candidate)
+        seen.add(candidate[1])
+    return first + further
