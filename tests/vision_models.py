@@ -282,6 +282,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
     ),
 }  # fmt: skip
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _with_experts(name: str, class_name: str, **text: Any) -> Any:
+    """Returns a model as that of another name, whose text model has experts."""
+    _, of_text, *others = MODELS[name]
+    return class_name, {**of_text, **_EXPERTS, **text}, *others
+
+
+MODELS |= {
+    "qwen3_vl_moe": _with_experts("qwen3_vl", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5_moe": _with_experts(
+        "qwen3_5", "Qwen3_5MoeForConditionalGeneration", shared_expert_intermediate_size=48
+    ),
+}
+
 _SOUND = {
     "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
     "num_mel_bins": 20, "initializer_range": 0.2,
@@ -307,7 +323,7 @@ MODELS |= SOUND_MODELS
 
 
 #: Families whose norms store their weights less one.
-_UNIT_OFFSET = ("gemma3", "qwen3_5")
+_UNIT_OFFSET = ("gemma3", "qwen3_5", "qwen3_5_moe")
 
 
 def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> Any:
