@@ -38,8 +38,7 @@ from rich.table import Table
 
 from aioinfer.api.delivery import DirectSink
 from aioinfer.api.openai.chunks import Chunk
-from aioinfer.api.openai.completions import CompletionWriter
-from aioinfer.api.protocol import CompletionRequest
+from aioinfer.api.openai.completions import CompletionRequest, CompletionWriter
 from aioinfer.api.server import HttpServer
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config

@@ -8,8 +8,9 @@ import pytest
 import bench_large_bodies
 from aioinfer.api.context import MAX_BYTES
 from aioinfer.api.decoding import Body, decode_large
+from aioinfer.api.openai.chat import ChatRequest
+from aioinfer.api.openai.completions import CompletionRequest
 from aioinfer.api.openai.tokenization import DetokenizeRequest
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import RequestError
 from benchlib.large_bodies import CHAT, COMPLETIONS, LONG_TEXTS, MANY_VALUES, TOO_MANY, LargeBody
 

@@ -16,10 +16,10 @@ from aioinfer.api.anthropic import AnthropicDialect, MessagesRequest
 from aioinfer.api.decoding import decode
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.openai import chat
-from aioinfer.api.openai.chat import ChatDialect, ChatWriter
+from aioinfer.api.openai.chat import ChatDialect, ChatRequest, ChatWriter
 from aioinfer.api.openai.chunks import Chunk
-from aioinfer.api.openai.completions import CompletionDialect, CompletionWriter
-from aioinfer.api.protocol import ChatRequest, CompletionRequest, StreamOptions
+from aioinfer.api.openai.completions import CompletionDialect, CompletionRequest, CompletionWriter
+from aioinfer.api.protocol import StreamOptions
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams

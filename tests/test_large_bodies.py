@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from aioinfer.api.decoding import MAX_TOKEN_IDS, decode, decode_large
+from aioinfer.api.openai.chat import ChatRequest
+from aioinfer.api.openai.completions import CompletionRequest
 from aioinfer.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import RequestError
 
 

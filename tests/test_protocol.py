@@ -10,9 +10,10 @@ from aioinfer.api.decoding import MAX_PROMPTS, Body, decode
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.llama_cpp import LlamaCompletion, LlamaEmbedding
 from aioinfer.api.ollama import OllamaChat, OllamaEmbedRequest, OllamaGenerate, ShowRequest
+from aioinfer.api.openai.chat import ChatRequest
+from aioinfer.api.openai.completions import CompletionRequest
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioinfer.api.decoding import decode
-from aioinfer.api.protocol import CompletionRequest
+from aioinfer.api.openai.completions import CompletionRequest
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarSpec
 

@@ -30,6 +30,7 @@ from aioinfer.api.generation import (
 )
 from aioinfer.api.logprobs import LikelyToken, formatted, likely_fields
 from aioinfer.api.messages import template_messages
+from aioinfer.api.openai.chat import ChatRequest
 from aioinfer.api.openai.pooling import PoolingBody, PoolingDialect
 from aioinfer.api.prompts import encode_prompts
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
@@ -301,7 +302,7 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
         return [LlamaVectors(index=index, embedding=each) for index, each in enumerate(vectors)]
 
 
-async def apply_template(request: web.Request, body: protocol.ChatRequest) -> web.Response:
+async def apply_template(request: web.Request, body: ChatRequest) -> web.Response:
     """Returns the prompt that the chat template makes of a conversation, as text, with llama.cpp's
     marker for each picture or sound, and without the token (BOS) that `/completion` puts before
     it."""

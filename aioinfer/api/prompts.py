@@ -1,4 +1,5 @@
-"""Prompts of all forms (`protocol.Prompts`) as token ids; `Frontend` encodes."""
+"""Prompts of all forms (`protocol.Prompts`) as token ids, and the part of them that is kept; `Frontend`
+encodes."""
 
 from __future__ import annotations
 
@@ -7,24 +8,16 @@ from functools import partial
 from itertools import chain
 from typing import Literal, Protocol
 
-from aioinfer.api.messages import template_messages
 from aioinfer.api.protocol import (
     MEDIA_MARKER,
-    ChatRequest,
-    CompletionRequest,
     MediaPrompt,
     Prompt,
     SamplingBody,
 )
-from aioinfer.engine.chat_turn import encode_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError
 from aioinfer.media.source import MediaSource
-from aioinfer.text.message_parser import ToolUse
-
-#: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
-_JOINT = "☺"
 
 
 async def encode_prompts(
@@ -92,27 +85,6 @@ async def encode_prompt(
     return ids
 
 
-async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int]]:
-    """Returns the token ids of a completion's prompts. Raises `RequestError`."""
-    if body.suffix:
-        return await _with_suffix(frontend, body, body.suffix)
-    limit = max_uncut(body)
-    specials = body.add_special_tokens is not False
-    ids = await encode_prompts(frontend, body.prompts(), "prompt", specials, max_tokens=limit)
-    if limit is None:
-        return ids
-    room = _room(frontend, body)
-    return [cut(frontend, body, prompt, room) for prompt in ids]
-
-
-async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
-    """Returns the token ids of a conversation. Raises `RequestError`."""
-    messages, options = await template_messages(body.messages), body.template_options()
-    limit = max_uncut(body)
-    ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
-    return ids if limit is None else cut(frontend, body, ids, _room(frontend, body))
-
-
 class Truncated(Protocol):
     """A body whose prompts may be cut."""
 
@@ -132,35 +104,8 @@ def cut(frontend: Frontend, body: Truncated, ids: list[int], room: int) -> list[
     return cut_prompt(frontend, ids, kept, body.truncation_side)
 
 
-def _room(frontend: Frontend, body: SamplingBody) -> int:
+def room(frontend: Frontend, body: SamplingBody) -> int:
     """Returns how many tokens of a prompt leave room for the output."""
     fields = body.sampling_fields()
     output = 0 if "prompt_only" in fields else fields.get("max_tokens") or 1
     return max(1, frontend.max_model_len - output)
-
-
-async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str) -> list[list[int]]:
-    """Returns the prompts with the suffix behind the gap, in the model's format."""
-    marks = frontend.require_tokenizer("suffix").fill_in_middle
-    if marks is None:
-        raise FieldError(
-            "suffix",
-            "needs a model that fills in the middle: this one's tokenizer has no tokens "
-            "for it, such as <|fim_prefix|>",
-            "unsupported_parameter",
-        )
-    if marks.suffix_is_joined:
-        joint = await frontend.encode(_JOINT, False)
-        after = (await frontend.encode(_JOINT + suffix, False))[len(joint) :]
-    else:
-        after = await frontend.encode(suffix, False)
-    prompts = await encode_prompts(frontend, body.prompts(), "prompt", False)
-    return [marks.arrange(prompt, after) for prompt in prompts]
-
-
-def ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, ...]:
-    """Returns the tokens that end a text between a prompt and its suffix."""
-    tokenizer = frontend.tokenizer
-    if not body.suffix or body.ignore_eos or tokenizer is None or not tokenizer.fill_in_middle:
-        return ()
-    return tokenizer.fill_in_middle.ends

@@ -1,4 +1,4 @@
-"""Request bodies of completions and chat completions, and the parts that other bodies share.
+"""The parts that request bodies of several APIs share: decoding and validation.
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
 and names while it decodes; a body that it rejects is examined again in `decoding`, so that a valid
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import MAX_PROMPTS, MAX_VALUES, Body
-from aioinfer.api.messages import Message, TextPart
+from aioinfer.api.messages import Message
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
@@ -28,9 +28,9 @@ from aioinfer.api.structured_output import (
     json_grammar,
     only_grammar,
 )
-from aioinfer.engine.tools import NO_TOOLS, read_tools
+from aioinfer.engine.tools import NO_TOOLS
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import MAX_N, BeamSearch, GrammarSpec, SamplingParams
+from aioinfer.sampling_params import BeamSearch, GrammarSpec, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -367,139 +367,6 @@ class SamplingBody(SamplingFields, kw_only=True):
             width, width_field = self.beam_width()
             fields["beam_search"] = BeamSearch(width, **given, width_field=width_field)
         return fields
-
-
-class CompletionRequest(SamplingBody, kw_only=True):
-    """`POST /v1/completions`."""
-
-    token_field: ClassVar[str] = "prompt"
-
-    prompt: Prompts
-    add_special_tokens: bool | None = None
-    best_of: Int32 | None = None
-    echo: bool | None = None
-    logprobs: Int32 | None = None
-    suffix: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        if self.best_of is not None:
-            self._check_best_of(self.best_of, self.n or 1)
-        if self.suffix:
-            for name in ("echo", "truncate_prompt_tokens"):
-                if getattr(self, name):
-                    raise FieldError(name, "is not supported together with suffix")
-
-    def beam_width(self) -> tuple[int, str]:
-        return super().beam_width() if self.best_of is None else (self.best_of, "best_of")
-
-    def _check_best_of(self, best_of: int, n: int) -> None:
-        if not n <= best_of <= MAX_N:
-            raise FieldError(
-                "best_of",
-                f"must be in [n, {MAX_N}], not {best_of}: the n best are returned, and n is {n}",
-            )
-        if self.stream and best_of > n:
-            raise FieldError(
-                "best_of", "above n cannot be streamed: which ones are best is known at the end"
-            )
-
-    def check_no_output(self) -> None:
-        if self.stream or not (self.echo or self.prompt_logprobs is not None):
-            raise FieldError(
-                "max_tokens", "may be 0 only with echo or prompt_logprobs, and without stream"
-            )
-
-    def sampling_fields(self) -> dict[str, Any]:
-        fields = super().sampling_fields()
-        if self.logprobs is not None and self.echo:  # -1, which stands for all, is the most
-            wanted = self.logprobs, self.prompt_logprobs or 0
-            fields["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)
-        if fields.get("max_tokens") == 0:
-            del fields["max_tokens"]
-            fields["prompt_only"] = True
-        return fields
-
-
-class Prediction(Struct, kw_only=True):
-    """The likely output, as OpenAI has it: text, or parts of it."""
-
-    type: Literal["content"]
-    content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        given = self.content
-        return given if isinstance(given, str) else "".join(part.text for part in given)
-
-
-class ChatRequest(SamplingBody, kw_only=True):
-    """`POST /v1/chat/completions`."""
-
-    sampling_names = SamplingBody.sampling_names | {
-        "max_completion_tokens": "max_tokens", "logprobs": "", "top_logprobs": "logprobs",
-    }  # fmt: skip
-
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    parse_special: bool | None = None
-    prediction: Prediction | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None  # type: ignore[assignment]
-
-    def check(self) -> None:
-        super().check()
-        check_messages(self.messages)
-        for name in ("top_logprobs", "logprob_token_ids"):
-            if getattr(self, name) is not None and not self.logprobs:
-                raise FieldError(name, "needs logprobs to be true")
-        self.tool_use()
-
-    def check_beam_search(self) -> None:
-        super().check_beam_search()
-        if self.thought_budget is not None:
-            raise FieldError("thinking_token_budget", "is not supported in a beam search")
-        if self.tools and self.tool_choice != "none":
-            raise FieldError("tools", "are not supported in a beam search")
-
-    @property
-    def shows_thoughts(self) -> bool:
-        return self.include_reasoning is not False
-
-    @property
-    def thought_budget(self) -> int | None:
-        """The maximum length of a thought in tokens, or None; -1 stands for any length."""
-        budget = self.thinking_token_budget
-        return None if budget is None or budget < 0 else budget
-
-    def tool_use(self) -> ToolUse:
-        """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
-        return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
-
-    def template_options(self) -> dict[str, Any]:
-        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
-        variables = self.given("reasoning_effort", "verbosity", "documents")
-        return template_options(self, **variables) | {
-            "tools": None if self.tool_choice == "none" else self.tools or None,
-            "parse_special": bool(self.parse_special),
-        }
-
-    def sampling_fields(self) -> dict[str, Any]:
-        return ({"logprobs": 0} if self.logprobs else {}) | super().sampling_fields()
 
 
 def check_truncation(limit: int | None) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import document_keys
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from aioinfer.api.openai.chat import ChatRequest
+from aioinfer.api.openai.completions import CompletionRequest
 from tests.functional.conftest import Served
 
 pytestmark = pytest.mark.extended

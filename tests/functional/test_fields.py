@@ -27,10 +27,11 @@ from aioinfer.api.anthropic import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch.batches import CreateBatch
 from aioinfer.api.decoding import Body
 from aioinfer.api.fields import NO_EFFECT, REFUSED
+from aioinfer.api.openai.chat import ChatRequest
+from aioinfer.api.openai.completions import CompletionRequest
 from aioinfer.api.openai.pooling import EmbeddingRequest
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.openai.scoring import RerankedText, RerankRequest
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.api.routes import ROUTES
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.features.speculation.costs import RowTimes

@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import asdict, replace
 
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import ContentPart, Message, converted
+from aioinfer.api.messages import (
+    ContentPart,
+    Message,
+    TextPart,
+    converted,
+    template_messages,
+)
 from aioinfer.api.openai.chunks import (
     Choice,
     ChunkChoice,
@@ -24,10 +30,17 @@ from aioinfer.api.openai.chunks import (
     Usage,
     usage,
 )
-from aioinfer.api.prompts import chat_prompt
-from aioinfer.api.protocol import ChatRequest
+from aioinfer.api.prompts import cut, max_uncut, room
+from aioinfer.api.protocol import (
+    Count,
+    Int32,
+    SamplingBody,
+    check_messages,
+    template_options,
+)
 from aioinfer.engine.chat_turn import (
     are_whole,
+    encode_turn,
     make_parser,
     new_call_id,
     num_thought_tokens,
@@ -35,10 +48,93 @@ from aioinfer.engine.chat_turn import (
 )
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.tools import read_tools
+from aioinfer.errors import FieldError
 from aioinfer.text.message_parser import MessageDelta, ToolUse
 
 #: Characters of a predicted text that count.
 _MAX_PREDICTION = 32 * 1024
+
+
+class Prediction(Struct, kw_only=True):
+    """The likely output, as OpenAI has it: text, or parts of it."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        given = self.content
+        return given if isinstance(given, str) else "".join(part.text for part in given)
+
+
+class ChatRequest(SamplingBody, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    sampling_names = SamplingBody.sampling_names | {
+        "max_completion_tokens": "max_tokens", "logprobs": "", "top_logprobs": "logprobs",
+    }  # fmt: skip
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    parse_special: bool | None = None
+    prediction: Prediction | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None  # type: ignore[assignment]
+
+    def check(self) -> None:
+        super().check()
+        check_messages(self.messages)
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) is not None and not self.logprobs:
+                raise FieldError(name, "needs logprobs to be true")
+        self.tool_use()
+
+    def check_beam_search(self) -> None:
+        super().check_beam_search()
+        if self.thought_budget is not None:
+            raise FieldError("thinking_token_budget", "is not supported in a beam search")
+        if self.tools and self.tool_choice != "none":
+            raise FieldError("tools", "are not supported in a beam search")
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.include_reasoning is not False
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The maximum length of a thought in tokens, or None; -1 stands for any length."""
+        budget = self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
+
+    def tool_use(self) -> ToolUse:
+        """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
+        return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
+        variables = self.given("reasoning_effort", "verbosity", "documents")
+        return template_options(self, **variables) | {
+            "tools": None if self.tool_choice == "none" else self.tools or None,
+            "parse_special": bool(self.parse_special),
+        }
+
+    def sampling_fields(self) -> dict[str, Any]:
+        return ({"logprobs": 0} if self.logprobs else {}) | super().sampling_fields()
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -129,7 +225,10 @@ class ChatDialect(ChunkDialect[ChatRequest]):
     @classmethod
     async def encode(cls, frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[list[int]]:
         """See `TextDialect.encode`."""
-        return [await chat_prompt(frontend, body, use)]
+        messages, options = await template_messages(body.messages), body.template_options()
+        limit = max_uncut(body)
+        ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
+        return [ids if limit is None else cut(frontend, body, ids, room(frontend, body))]
 
     async def decode(self) -> Generation | web.StreamResponse:
         """See `Dialect.decode`."""

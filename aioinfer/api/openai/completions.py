@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
@@ -29,16 +29,73 @@ from aioinfer.api.openai.chunks import (
     Usage,
     usage,
 )
-from aioinfer.api.prompts import completion_prompts, ends_of_middle
-from aioinfer.api.protocol import CompletionRequest, Prompt
+from aioinfer.api.prompts import cut, encode_prompts, max_uncut, room
+from aioinfer.api.protocol import Int32, Prompt, Prompts, SamplingBody
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.errors import FieldError
+from aioinfer.sampling_params import MAX_N, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
 #: has one.
 _DEFAULT_MAX_TOKENS = 16
+
+
+#: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
+_JOINT = "☺"
+
+
+class CompletionRequest(SamplingBody, kw_only=True):
+    """`POST /v1/completions`."""
+
+    token_field: ClassVar[str] = "prompt"
+
+    prompt: Prompts
+    add_special_tokens: bool | None = None
+    best_of: Int32 | None = None
+    echo: bool | None = None
+    logprobs: Int32 | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None:
+            self._check_best_of(self.best_of, self.n or 1)
+        if self.suffix:
+            for name in ("echo", "truncate_prompt_tokens"):
+                if getattr(self, name):
+                    raise FieldError(name, "is not supported together with suffix")
+
+    def beam_width(self) -> tuple[int, str]:
+        return super().beam_width() if self.best_of is None else (self.best_of, "best_of")
+
+    def _check_best_of(self, best_of: int, n: int) -> None:
+        if not n <= best_of <= MAX_N:
+            raise FieldError(
+                "best_of",
+                f"must be in [n, {MAX_N}], not {best_of}: the n best are returned, and n is {n}",
+            )
+        if self.stream and best_of > n:
+            raise FieldError(
+                "best_of", "above n cannot be streamed: which ones are best is known at the end"
+            )
+
+    def check_no_output(self) -> None:
+        if self.stream or not (self.echo or self.prompt_logprobs is not None):
+            raise FieldError(
+                "max_tokens", "may be 0 only with echo or prompt_logprobs, and without stream"
+            )
+
+    def sampling_fields(self) -> dict[str, Any]:
+        fields = super().sampling_fields()
+        if self.logprobs is not None and self.echo:  # -1, which stands for all, is the most
+            wanted = self.logprobs, self.prompt_logprobs or 0
+            fields["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)
+        if fields.get("max_tokens") == 0:
+            del fields["max_tokens"]
+            fields["prompt_only"] = True
+        return fields
 
 
 class CompletionChoice(Choice, kw_only=True):
@@ -68,9 +125,36 @@ def _sampling_params(
     has_default |= body.n_predict is not None
     if "max_tokens" not in fields and not has_default:
         fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
-    if ends := ends_of_middle(frontend, body):
+    if ends := _ends_of_middle(frontend, body):
         fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ends]
     return frontend.defaults.sampling_params(**fields)
+
+
+async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str) -> list[list[int]]:
+    """Returns the prompts with the suffix behind the gap, in the model's format."""
+    marks = frontend.require_tokenizer("suffix").fill_in_middle
+    if marks is None:
+        raise FieldError(
+            "suffix",
+            "needs a model that fills in the middle: this one's tokenizer has no tokens "
+            "for it, such as <|fim_prefix|>",
+            "unsupported_parameter",
+        )
+    if marks.suffix_is_joined:
+        joint = await frontend.encode(_JOINT, False)
+        after = (await frontend.encode(_JOINT + suffix, False))[len(joint) :]
+    else:
+        after = await frontend.encode(suffix, False)
+    prompts = await encode_prompts(frontend, body.prompts(), "prompt", False)
+    return [marks.arrange(prompt, after) for prompt in prompts]
+
+
+def _ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, ...]:
+    """Returns the tokens that end a text between a prompt and its suffix."""
+    tokenizer = frontend.tokenizer
+    if not body.suffix or body.ignore_eos or tokenizer is None or not tokenizer.fill_in_middle:
+        return ()
+    return tokenizer.fill_in_middle.ends
 
 
 def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:
@@ -127,13 +211,20 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         cls, frontend: Frontend, body: CompletionRequest, use: ToolUse
     ) -> list[list[int]]:
         """See `TextDialect.encode`."""
-        return await completion_prompts(frontend, body)
+        if body.suffix:
+            return await _with_suffix(frontend, body, body.suffix)
+        limit, specials = max_uncut(body), body.add_special_tokens is not False
+        ids = await encode_prompts(frontend, body.prompts(), "prompt", specials, max_tokens=limit)
+        if limit is None:
+            return ids
+        kept = room(frontend, body)
+        return [cut(frontend, body, prompt, kept) for prompt in ids]
 
     async def decode(self) -> Generation:
         """See `Dialect.decode`."""
         body, frontend = self.body, self.frontend
         # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
-        self._prompts = ids = await completion_prompts(frontend, body)
+        self._prompts = ids = await self.encode(frontend, body, body.tool_use())
         self._params = params = _sampling_params(frontend, body, max(map(len, ids)))
         #: The texts that the choices of each prompt begin with.
         self._echoes = [""] * len(ids)
