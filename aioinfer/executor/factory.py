@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def make_executor(
         rendezvous_files: bring the ranks of several engines together.
 
     Raises:
-        ConfigError: a package that the executor needs is missing.
+        ConfigError: a package that the executor needs is missing, or this process may not start
+            others.
     """
     if config.parallel.executor == "inline":
         return InlineExecutor(config, folder)
@@ -45,6 +47,12 @@ def make_executor(
         return RayExecutor(config, folder, engine, find)
     if (place := torchrun_place(config)) is not None:
         return TorchrunExecutor(config, folder, place)
+    if multiprocessing.current_process().daemon:
+        raise ConfigError(
+            "a process of multiprocessing that is a daemon, as those of a Pool are, may have no "
+            'worker processes: set parallel.executor to "inline", or make the process with '
+            "daemon=False"
+        )
     rendezvous = rendezvous_files.next(engine) if rendezvous_files is not None else None
     return MultiprocessExecutor(config, folder, engine, rendezvous)
 

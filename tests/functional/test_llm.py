@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.errors import EngineDeadError, RequestError
+from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from tests.functional.prompts import PROMPTS
 from tests.functional.test_equality import MODEL
 from tests.gpu.random_models import random_model, random_prompts
@@ -102,6 +103,26 @@ def test_the_garbage_collection_of_its_own_thread_may_find_a_model(tmp_path):
         assert not thread.is_alive()
     finally:
         gc.enable()
+
+
+def generate_in_a_daemon(executor: str, model: str) -> list[int] | str:
+    settings = {
+        "parallel.executor": executor, "parallel.cpu_threads": 1, "cache.num_blocks": 64,
+    }  # fmt: skip
+    try:
+        with LLM(model, settings=settings, progress=False) as llm:
+            return llm.generate("Hello", SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_pool_of_processes_may_have_models_without_workers(tmp_path):
+    model = str(random_model(tmp_path, vocab_size=512))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert 'set parallel.executor to "inline"' in pool.apply(
+            generate_in_a_daemon, ("auto", model)
+        )
+        assert len(pool.apply(generate_in_a_daemon, ("inline", model))) == 5
 
 
 def sampled(seed: int, **fields) -> SamplingParams:
