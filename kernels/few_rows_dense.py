@@ -306,7 +306,7 @@ def launch_few_rows(
     out: torch.Tensor,
     pdl: bool,
     config: FewRowsConfig,
-    adapters: AdapterOperand | None = None,
+    operand: AdapterOperand | None = None,
 ) -> None:
     """Writes a product of a weight as it is, or of one byte with scales, to `out`; the arguments
     are those of `few_rows_dense` and `few_rows_scaled.ScaledMatrix`."""
@@ -320,15 +320,15 @@ def launch_few_rows(
         "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
         "HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN,
         "SCALED": scales is not None, "GROUPED": groups > 1, "GROUP": GROUP,
-        "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl, "ADAPTED": adapters is not None,
+        "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl, "ADAPTED": operand is not None,
     }  # fmt: skip
-    extra = operand_arguments(adapters, x)
+    extra = operand_arguments(operand, x)
     grid = (triton.cdiv(features, config.features),)
     if rows == 1:
         _vector_kernel[grid](
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
             *extra, **constants, HAS_NORM=norm_weight is not None, RUN_OF_INPUTS=RUN_OF_INPUTS,
-            WIDTH=1 if adapters is None else triton.next_power_of_2(adapters.width),
+            WIDTH=1 if operand is None else triton.next_power_of_2(operand.width),
             EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
             launch_pdl=pdl,
         )  # fmt: skip
@@ -351,7 +351,7 @@ def few_rows_dense(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: FewRowsConfig | None = None,
-    adapters: AdapterOperand | None = None,
+    operand: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T, for few rows of x, accumulated in float32.
 
@@ -367,7 +367,7 @@ def few_rows_dense(
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
             read before that kernel ends, so that kernel must not write it.
         config: instead of `few_rows_dense_config`'s (for tests and tuning).
-        adapters: added to the product, before a gate.
+        operand: added to the product, before a gate.
 
     Returns:
         [M, N] in x's dtype.
@@ -384,6 +384,6 @@ def few_rows_dense(
         itemsize=weight.element_size(),
     )  # fmt: skip
     launch_few_rows(
-        x, weight, None, 1, norm_weight, eps, residual, gated, out, pdl, config, adapters
+        x, weight, None, 1, norm_weight, eps, residual, gated, out, pdl, config, operand
     )
     return out

@@ -271,7 +271,7 @@ def gated_product(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: GatedConfig | None = None,
-    adapters: AdapterOperand | None = None,
+    operand: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns silu(x @ gate.T) * (x @ up.T), accumulated in float32.
 
@@ -283,7 +283,7 @@ def gated_product(
         pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
             that kernel ends, so that kernel must not write it.
         config: instead of `gated_config`'s (for tests and tuning).
-        adapters: added to the product, before the gate.
+        operand: added to the product, before the gate.
 
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
@@ -308,13 +308,13 @@ def gated_product(
     _gated_kernel[(min(items, programs),)](
         descriptor(x, [config.tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
         descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
-        *adapter_descriptors(adapters, x, config.tokens),
+        *adapter_descriptors(operand, x, config.tokens),
         items, token_tiles, items // token_tiles, inputs // STEP,
         CONSUMERS=config.consumers,
-        STAGES=config.stages if adapters is None else config.stages - 1,  # room for `shrink`
+        STAGES=config.stages if operand is None else config.stages - 1,  # room for `shrink`
         GROUP=config.group,
         REGISTERS=consumer_registers(config.registers, config.consumers),
-        ADAPTED=adapters is not None, PDL=pdl, num_warps=4, maxnreg=config.registers,
+        ADAPTED=operand is not None, PDL=pdl, num_warps=4, maxnreg=config.registers,
         launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -273,14 +273,14 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def adapter_descriptors(
-    adapters: AdapterOperand | None, x: torch.Tensor, tokens: int
+    operand: AdapterOperand | None, x: torch.Tensor, tokens: int
 ) -> tuple[Any, Any, torch.Tensor]:
     """Returns the adapters of a product of x as `produce` takes them (shrunk, up, blocks), for
     tiles of `tokens` tokens; x stands for them where there are none."""
-    if adapters is None:
+    if operand is None:
         return x, x, x
-    shrunk = descriptor(adapters.shrunk, [tokens, STEP])
-    return shrunk, descriptor(adapters.up, [WEIGHT_ROWS, STEP]), adapters.blocks
+    shrunk = descriptor(operand.shrunk, [tokens, STEP])
+    return shrunk, descriptor(operand.up, [WEIGHT_ROWS, STEP]), operand.blocks
 
 
 def scale_layout() -> gl.NVMMASharedLayout:

@@ -190,7 +190,7 @@ def split_product(
     config: SplitConfig,
     *,
     pdl: bool = False,
-    adapters: AdapterOperand | None = None,
+    operand: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns parts, float32 [P, T, N], of x @ weight.T, whose sum over the first dimension is the
     product.
@@ -201,14 +201,14 @@ def split_product(
         config: how many parts, and the tiles.
         pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
             that kernel ends, so that kernel must not write it.
-        adapters: added to the product.
+        operand: added to the product.
 
     Raises:
         ValueError: the shapes do not fit, or `supports_product` returns false.
     """
     shape = config.parts, len(x), len(weight)
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, out, config, pdl, adapters)
+    _launch(x, weight, None, out, config, pdl, operand)
     return out
 
 
@@ -220,12 +220,12 @@ def whole_product(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    adapters: AdapterOperand | None = None,
+    operand: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T + bias [T, N].
 
     Args:
-        x, weight, pdl, adapters: as for `split_product`.
+        x, weight, pdl, operand: as for `split_product`.
         config: with one part.
         bias: [N] of x's dtype, if there is one.
         out: [T, N] to write to, of x's dtype; by default a new tensor.
@@ -240,7 +240,7 @@ def whole_product(
             f"a product of one part goes to {shape} with contiguous rows, not {config.parts} to "
             f"{tuple(out.shape)}"
         )
-    _launch(x, weight, bias, out[None], config, pdl, adapters)
+    _launch(x, weight, bias, out[None], config, pdl, operand)
     return out
 
 
@@ -251,7 +251,7 @@ def _launch(
     out: torch.Tensor,
     config: SplitConfig,
     pdl: bool,
-    adapters: AdapterOperand | None,
+    operand: AdapterOperand | None,
 ) -> None:
     """Writes the product to `out` [P, T, N]."""
     (rows, inputs), features = x.shape, len(weight)
@@ -266,11 +266,11 @@ def _launch(
     registers = few_registers(tokens)
     _split_kernel[(tiles * config.parts,)](
         descriptor(x, [tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
-        x if bias is None else bias, out, *adapter_descriptors(adapters, x, tokens), rows, features,
+        x if bias is None else bias, out, *adapter_descriptors(operand, x, tokens), rows, features,
         out.stride(1), inputs // STEP,
         PARTS=config.parts, CONSUMERS=config.consumers, HAS_BIAS=bias is not None,
         STAGES=RING_BYTES // stage_bytes,
-        REGISTERS=consumer_registers(registers, config.consumers), ADAPTED=adapters is not None,
+        REGISTERS=consumer_registers(registers, config.consumers), ADAPTED=operand is not None,
         PDL=pdl,
         num_warps=4, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 """A section of a result that is made when its step is over, and not when it is launched, which is a
-step or two before: `features.kv_store` and `features.adapters` report by it what has been read."""
+step or two before: features that read in threads report by it what has been read."""
 
 from __future__ import annotations
 

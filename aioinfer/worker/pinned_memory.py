@@ -1,6 +1,6 @@
 """Memory of the host that is pinned, from and to which a GPU copies beside its kernels: KV blocks
-(`host_blocks`), the weights of a rank that sleeps (`rank_memory`), offloaded weights, and adapters
-(`features.adapters`)."""
+(`host_blocks`), the weights of a rank that sleeps (`rank_memory`), offloaded weights, and what
+features keep there."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ class StepGraphs:
 
     def layers_of(self, step: Step) -> CudaGraphs:
         """Returns the graphs of layers of a step with prompts: without sizes where there are none,
-        as with soft prompts, pictures beside adapters, or such as are attended to both ways."""
+        as with soft prompts, pictures in extended steps, or such as are attended to both ways."""
         pictures = step.pictures
         if step.prompts is not None or (pictures is not None and pictures.blocks):
             return CudaGraphs()

@@ -48,13 +48,13 @@ def split_into(parts: int, consumers: int) -> Product:
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, adapters: AdapterOperand) -> torch.Tensor:
         config = SplitConfig(consumers, parts)
-        return split_product(x, weight, config, pdl=True, adapters=adapters).sum(0)
+        return split_product(x, weight, config, pdl=True, operand=adapters).sum(0)
 
     return multiply
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor, adapters: AdapterOperand) -> torch.Tensor:
-    return few_rows_dense(x, weight, pdl=True, adapters=adapters)
+    return few_rows_dense(x, weight, pdl=True, operand=adapters)
 
 
 @pytest.mark.parametrize("rank", [16, 64])
@@ -85,9 +85,9 @@ def test_gated_products_add_adapters_in_their_launch(tokens: int) -> None:
     assert operand is not None
     operand.up.copy_(interleave(operand.up))
     if tokens <= 16:
-        found = few_rows_dense(case.x, interleave(weight), gated=True, pdl=True, adapters=operand)
+        found = few_rows_dense(case.x, interleave(weight), gated=True, pdl=True, operand=operand)
     else:
-        found = gated_product(case.x, interleave(weight), pdl=True, adapters=operand)
+        found = gated_product(case.x, interleave(weight), pdl=True, operand=operand)
     torch.testing.assert_close(found.float(), F.silu(gate) * up, atol=0.03, rtol=0.03)
 
 

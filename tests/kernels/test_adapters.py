@@ -139,7 +139,7 @@ def test_products_of_few_rows_add_adapters(
         expected = F.silu(gate) * up
         weight = interleave(weight)
         operand.up.copy_(interleave(operand.up))
-    found = few_rows_dense(x, weight, **options, adapters=operand)
+    found = few_rows_dense(x, weight, **options, operand=operand)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 

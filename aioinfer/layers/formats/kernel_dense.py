@@ -184,7 +184,7 @@ class KernelDenseWeight(DenseWeight):
         kernel, config = candidate.kernel, candidate.config
         weight, bias, total, out = self.loaded, epilogue.bias, epilogue.add_to, epilogue.out
         options: dict[str, Any] = {
-            "config": config, "pdl": self._backend.pdl, "adapters": epilogue.operand
+            "config": config, "pdl": self._backend.pdl, "operand": epilogue.operand
         }  # fmt: skip
         if kernel in (FEW_ROWS, NORM_FEW_ROWS):
             given = fused_arguments(epilogue, len(x))
