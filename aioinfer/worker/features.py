@@ -170,6 +170,10 @@ class PendingSection:
         """Returns the section, once the step is over."""
         return self.kind(*(part.cpu().numpy() for part in self.parts))
 
+    def to_sections(self) -> list[Section]:
+        """Returns the section, or none where there is nothing to tell, once the step is over."""
+        return [self.to_section()]
+
 
 class WorkerFeature:
     """The worker half of a feature: one object a rank. All ranks of a model call it alike.

@@ -18,7 +18,7 @@ class LateSection(PendingSection):
     """A section of int32 columns.
 
     Attributes:
-        report: returns the rows.
+        report: returns the rows; without any there is no section.
     """
 
     report: Callable[[], Sequence[Sequence[int]]]
@@ -27,7 +27,7 @@ class LateSection(PendingSection):
         """See `PendingSection.fetch`: nothing is on the device."""
         return self
 
-    def to_section(self) -> Section:
-        """See `PendingSection.to_section`."""
+    def to_sections(self) -> list[Section]:
+        """See `PendingSection.to_sections`."""
         rows = np.array(self.report(), np.int32).reshape(-1, len(fields(self.kind)))
-        return self.kind(*rows.T.copy())
+        return [self.kind(*rows.T.copy())] if len(rows) else []

@@ -268,4 +268,4 @@ class StepWorks:
 
 def sections_of(pending: Iterable[PendingSection]) -> list[Section]:
     """Returns the sections of a result, once its step is over."""
-    return [each.to_section() for each in pending]
+    return [section for each in pending for section in each.to_sections()]

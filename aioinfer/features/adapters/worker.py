@@ -145,11 +145,6 @@ class HostAdapters:
         if ended.exception() is None:
             self._free.append(ended.result())
 
-    @property
-    def may_report(self) -> bool:
-        """Whether adapters are being read that `report` will tell of."""
-        return bool(self._unreported)
-
     def report(self, max_wait_s: float = 0.0) -> list[tuple[int, int]]:
         """Returns the reads that have ended on all ranks since the last call, as `AdapterReads` has
         them. Waits so long for one."""
@@ -242,7 +237,7 @@ class Work(WorkerFeature):
 
     def read_step(self, step_id: int) -> PendingSection | None:
         """See `WorkerFeature.read_step`."""
-        if not self._serves or not self.host.may_report:
-            return None
+        if not self._serves:
+            return None  # else the read of an adapter may have begun when the step is over
         max_wait_s = _MAX_WAIT_S if self._awaits else 0.0
         return LateSection(AdapterReads, (), partial(self.host.report, max_wait_s))
