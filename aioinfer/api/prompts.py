@@ -1,5 +1,5 @@
-"""Prompts of all forms (`protocol.Prompts`) as token ids, and the part of them that is kept; `Frontend`
-encodes."""
+"""Prompts of all forms (`protocol.Prompts`) as token ids, and the part of them that is kept;
+`Frontend` encodes."""
 
 from __future__ import annotations
 
