@@ -113,19 +113,26 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close((layer.parts[0].qkv(x), layer.parts[1].gate_up(x)), expected)
 
 
+@pytest.mark.parametrize("name", ["fp8 block", "int channel"])
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear"],
-)
-def test_layers_with_states(family: str, tmp_path: Path) -> None:
+    [
+        "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "granitemoehybrid", "falcon_h1",
+        "nemotron_h", "kimi_linear",
+    ],
+)  # fmt: skip
+def test_layers_with_states(family: str, name: str, tmp_path: Path) -> None:
     """Rates and decays of the delta rule are not quantized, and so are a product of their own;
     Falcon-H1's multipliers are multiplied with the scales."""
-    layout = LAYOUTS["fp8 block"]
+    layout = LAYOUTS[name]
     unquantized = [
         "in_proj_ba", "in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate",
         "block_sparse_moe.gate", "b_proj", "f_a_proj", "g_a_proj", "f_b_proj", "g_b_proj",
     ]  # fmt: skip
     config = {**layout.config, "modules_to_not_convert": ["lm_head", *unquantized]}
+    if "ignore" in config:  # of compressed-tensors
+        config["ignore"] = ["lm_head", *(rf"re:.*\.{module}$" for module in unquantized)]
+        del config["modules_to_not_convert"]
     quantized, plain = tmp_path / "quantized", tmp_path / "plain"
     tiny_model(family, quantized, vocab_size=64)
     shutil.copytree(quantized, plain)
