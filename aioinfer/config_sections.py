@@ -283,8 +283,8 @@ class SpeculationConfig:
         "smaller model of the same tokenizer, `speculation.model`. `eagle3`: from an EAGLE-3 head "
         "that was trained for the model, `speculation.model`. `mtp`: from the head for further "
         "tokens that the model's own checkpoint has. `auto`: `eagle3` or `draft` where "
-        "`speculation.model` is set, by what it is; else `mtp` if the checkpoint has such a head, "
-        "else `ngram`, but none in a pipeline. `none`: no drafts.",
+        "`speculation.model` is set, by what it is; else `mtp` if the checkpoint has such a head "
+        "and the model is not in a pipeline, else `ngram`. `none`: no drafts.",
         "auto",
     )
     model: str | None = key(

@@ -80,6 +80,7 @@ def test_the_default_method(tmp_path: Path) -> None:
     assert method(plain) == ("ngram", None)
     assert method(with_head, "model.load_format=dummy") == ("ngram", None)
     assert method(with_head, "speculation.method=none") == ("none", None)
+    assert method(with_head, "parallel.pipeline_parallel_size=2") == ("ngram", None)
     shared = "parallel.expert_parallel=true", "parallel.data_parallel_size=2"
     assert method(with_head, *shared) == ("none", None)
     for name, found in (("eagle", "eagle3"), ("speculator", "eagle3"), ("plain", "draft")):

@@ -31,7 +31,7 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     if parallel.data_parallel_attention:
         return "none"  # all engines would wait for the drafts of one
     if parallel.pipeline_parallel_size > 1:
-        return "none"  # requests would wait for the result of their last drafts: not shown to pay
+        return "ngram"  # a head drafts in each step: not shown to pay where requests miss turns
     model = load_model_config(folder, config.model)
     may_have_head = isinstance(model, DecoderConfig) and model.has_mtp
     is_random = config.model.load_format.startswith("dummy")
