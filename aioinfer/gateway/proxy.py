@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from prometheus_client import (
     CollectorRegistry,
@@ -80,6 +81,31 @@ _KEPT = (
 #: Bounds of the buckets of `/metrics`.
 _ROUTING_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
 _READING_S = (1e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1.0)
+
+
+class _Continuation(msgspec.Struct):
+    """The fields of `/v1/responses` that name what a single replica keeps."""
+
+    previous_response_id: Any = None
+    conversation: Any = None
+
+
+def _check_continuation(body: bytes) -> None:
+    """Raises `RequestError` (501) for a response that continues one that a replica keeps: most
+    replicas would not find it."""
+    try:
+        found = msgspec.json.decode(body, type=_Continuation)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return  # the replica says what is wrong
+    for name, value in msgspec.structs.asdict(found).items():
+        if value is not None:
+            raise RequestError(
+                f"{name} names what a single replica keeps: it cannot be used through a gateway; "
+                "send the items before as input",
+                param=name,
+                status=501,
+                code="not_supported",
+            )
 
 
 def _is_kept(method: str, path: str) -> bool:
@@ -255,6 +281,8 @@ class Gateway:
             )
         with self._bodies.hold() as held:
             body = b"".join(await held.receive(cast(web.Request, request)))
+            if path == "/v1/responses":
+                _check_continuation(body)
             prompt = Prompt(1, [])
             if request.method == "POST" and self._has_key(request):
                 began = time.perf_counter()
