@@ -252,8 +252,8 @@ class BeamHarness(CheckedHarness):
         self.requests = OpenRequests(EngineMetrics(), lambda: None)
         self.emission = Emission(self.requests, self._lose)
         host = Host(
-            lambda: self.scheduler, lambda: None, self.requests.fail_request, lambda: None,
-            self.requests.metrics, load_config(None, {"model.path": "none"}),
+            lambda: self.scheduler, lambda: None, self.requests.fail_request, lambda section: None,
+            lambda: None, self.requests.metrics, load_config(None, {"model.path": "none"}),
         )  # fmt: skip
         self.searches = BeamSearches(host, self.requests, self.emission)
         parts = [Planning(host), self.searches]
