@@ -232,7 +232,7 @@ def test_a_load_that_was_given_up_before_it_was_sent_leaves_nothing() -> None:
     displace(harness)
     harness.add(loading := make_request("loads", prompt_of(0), 4))
     scheduler, store = harness.scheduler, harness.scheduler.kv_cache.store
-    scheduler._planner.plan(1_000)  # and the plan is not posted
+    scheduler._planner.plan(1_000, 0)  # and the plan is not posted
     assert loading.status is RequestStatus.LOADING
     scheduler.finish(loading, "abort")
     assert not store.has_loads
