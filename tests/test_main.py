@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import aioinfer
 from aioinfer.__main__ import main
 from aioinfer.cli.commands import COMMANDS
 from aioinfer.config import describe_keys
+from tests.functional.test_handover import free_port
+from tests.gpu.random_models import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -215,3 +219,27 @@ def test_version_and_a_call_without_arguments():
     ended = run()
     assert ended.returncode == 2
     assert "--config" in ended.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_server_whose_standard_streams_are_closed_serves_and_ends(closed: str, tmp_path: Path):
+    model, port = random_model(tmp_path, vocab_size=512), free_port(1)
+    words = [
+        sys.executable, "-m", "aioinfer", "serve", str(model), "--port", str(port),
+        *(word for each in (
+            "parallel.executor=inline", "parallel.cpu_threads=1", "cache.num_blocks=64",
+        ) for word in ("--set", each)),
+    ]  # fmt: skip
+    script = ["bash", "-c", f'exec "$@" {closed}', "bash", *words]
+    with subprocess.Popen(script, cwd=ROOT) as process:
+        try:
+            url = f"http://127.0.0.1:{port}/health/ready"
+            while process.poll() is None:
+                with suppress(OSError), urllib.request.urlopen(url) as reply:
+                    assert reply.status == 200
+                    break
+                time.sleep(0.1)
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
