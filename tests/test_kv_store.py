@@ -37,17 +37,10 @@ def prompt_of(number: int, length: int = 40) -> list[int]:
     return [(number * 7 + n * 3) % 41 for n in range(length)]
 
 
-def run(harness: Harness, *requests: Request) -> None:
-    harness.add(*requests)
-    harness.run()
-    for request in requests:
-        assert_complete(request)
-
-
 def displace(harness: Harness, count: int = 3) -> None:
     """Has other requests take all blocks of the device."""
     for number in range(count):
-        run(harness, make_request(f"other {number}", prompt_of(20 + number, 60), 8))
+        harness.serve(make_request(f"other {number}", prompt_of(20 + number, 60), 8))
 
 
 # ---------------------------------------------------------------- what is found
@@ -57,11 +50,11 @@ def displace(harness: Harness, count: int = 3) -> None:
 def test_a_conversation_goes_on_with_blocks_of_the_host(groups: tuple[KVGroup, ...]) -> None:
     harness = make_harness(groups)
     first = make_request("first", prompt_of(0), 11)
-    run(harness, first)
+    harness.serve(first)
     displace(harness)
     assert harness.scheduler.kv_cache.prefixes.count_cached(first.block_hashes) == 0
     second = make_request("second", [*first.tokens, *prompt_of(1, 9)], 5)
-    run(harness, second)
+    harness.serve(second)
     assert second.num_cached == 48, "the keys of 50 of 51 tokens were computed"
     assert harness.worker.num_loads > 0
     assert harness.scheduler.stats.loaded_tokens == 48
@@ -69,22 +62,22 @@ def test_a_conversation_goes_on_with_blocks_of_the_host(groups: tuple[KVGroup, .
 
 def test_without_places_nothing_is_sent() -> None:
     harness = make_harness(num_stored=())
-    run(harness, make_request("first", prompt_of(0), 11))
+    harness.serve(make_request("first", prompt_of(0), 11))
     displace(harness)
-    run(harness, again := make_request("again", prompt_of(0), 11))
+    harness.serve(again := make_request("again", prompt_of(0), 11))
     assert again.num_cached == 0
     assert harness.worker.num_saves == harness.worker.num_loads == 0
 
 
 def test_blocks_of_the_device_are_shared_and_the_others_loaded() -> None:
     harness = make_harness(num_blocks=40)
-    run(harness, make_request("first", prompt_of(0, 60), 4))
+    harness.serve(make_request("first", prompt_of(0, 60), 4))
     displace(harness, 2)  # the ends of prompts leave first
     cached = harness.scheduler.kv_cache.leading_pool.count_cached(
         make_request_hashes(harness, prompt_of(0, 60))
     )
     assert 0 < cached < 14
-    run(harness, again := make_request("again", prompt_of(0, 60), 4))
+    harness.serve(again := make_request("again", prompt_of(0, 60), 4))
     assert again.num_cached == 56
     assert harness.worker.num_loads == 14 - cached
 
@@ -98,9 +91,9 @@ def make_request_hashes(harness: Harness, prompt: list[int]) -> list[bytes]:
 def test_a_block_is_saved_once_and_the_least_used_loses_its_place() -> None:
     harness = make_harness(num_stored=(20,))
     for _ in range(3):
-        run(harness, make_request("again", prompt_of(0), 4))
+        harness.serve(make_request("again", prompt_of(0), 4))
     assert (harness.worker.num_saves, harness.worker.num_loads) == (10, 0)
-    run(harness, make_request("other", prompt_of(1, 60), 4))
+    harness.serve(make_request("other", prompt_of(1, 60), 4))
     stored = harness.scheduler.kv_cache.store.groups[0]
     assert len(stored) == 20
     assert [h in stored for h in make_request_hashes(harness, prompt_of(0))] == [True] * 5 + (
@@ -110,19 +103,19 @@ def test_a_block_is_saved_once_and_the_least_used_loses_its_place() -> None:
 
 def test_a_hit_on_the_device_counts_as_use_of_the_host() -> None:
     harness = make_harness(num_stored=(20,), num_blocks=40)
-    run(harness, make_request("first", prompt_of(0, 17), 4))
+    harness.serve(make_request("first", prompt_of(0, 17), 4))
     for number in range(1, 6):
-        run(harness, make_request("again", prompt_of(0, 17), 1))
-        run(harness, make_request("other", prompt_of(number, 24), 4))
+        harness.serve(make_request("again", prompt_of(0, 17), 1))
+        harness.serve(make_request("other", prompt_of(number, 24), 4))
     stored = harness.scheduler.kv_cache.store.groups[0]
     assert all(h in stored for h in make_request_hashes(harness, prompt_of(0, 17))[:4])
 
 
 def test_cleared_caches_find_nothing() -> None:
     harness = make_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     harness.scheduler.kv_cache.reset_prefix_cache()
-    run(harness, again := make_request("again", prompt_of(0), 4))
+    harness.serve(again := make_request("again", prompt_of(0), 4))
     assert again.num_cached == 0
 
 
@@ -131,7 +124,7 @@ def test_cleared_caches_find_nothing() -> None:
 
 def begin_load(harness: Harness, load_steps: int) -> tuple[Request, Request]:
     """Returns a request that decodes and one that is LOADING beside it."""
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     displace(harness)
     harness.worker.load_steps = lambda: load_steps
     decoding, loading = make_request("decodes", [1, 2], 28), make_request("loads", prompt_of(0), 4)
@@ -151,9 +144,8 @@ def test_others_decode_while_a_request_loads() -> None:
     while loading.status is RequestStatus.LOADING:
         harness.step()
     assert decoding.num_output - before >= 6
-    harness.run()
+    harness.end(decoding)
     assert loading.num_cached == 36
-    assert_complete(decoding)
     assert_complete(loading)
 
 
@@ -171,7 +163,7 @@ def test_a_request_may_end_while_it_loads() -> None:
     harness.scheduler.finish(loading, "abort")
     assert not loading.blocks
     harness.scheduler.check_integrity()
-    run(harness, again := make_request("again", prompt_of(0), 4))
+    harness.serve(again := make_request("again", prompt_of(0), 4))
     assert again.num_cached == 36
     assert_complete(decoding)
 
@@ -188,9 +180,7 @@ def test_a_request_that_loads_begins_anew_when_the_device_is_emptied() -> None:
     for cache in harness.worker.caches:
         cache[:] = [[0] * len(block) for block in cache]
     harness.worker.load_steps = lambda: 0
-    harness.run()
-    assert_complete(decoding)
-    assert_complete(loading)
+    harness.end(decoding, loading)
     assert loading.num_cached == 36, "the store has kept its blocks"
 
 
@@ -198,9 +188,8 @@ def test_what_is_on_its_way_when_caches_are_cleared_is_not_found() -> None:
     harness = make_harness()
     decoding, loading = begin_load(harness, 6)
     harness.scheduler.kv_cache.reset_prefix_cache()
-    harness.run()
+    harness.end(decoding)
     assert loading.num_cached == 0
-    assert_complete(decoding)
     assert_complete(loading)
 
 
@@ -208,9 +197,8 @@ def test_a_second_request_of_the_same_prefix_shares_the_load() -> None:
     harness = make_harness()
     _, loading = begin_load(harness, 6)
     harness.add(second := make_request("second", prompt_of(0), 4, seed=1))
-    harness.run()
+    harness.end(loading)
     assert harness.worker.num_loads == 9
-    assert_complete(loading)
     assert_complete(second)
     assert second.num_cached == 36
 
@@ -220,15 +208,14 @@ def test_the_workers_may_be_lost_while_a_request_loads() -> None:
     decoding, loading = begin_load(harness, 6)
     harness.restart()
     assert loading.status is RequestStatus.WAITING
-    harness.run()
+    harness.end(decoding)
     assert loading.num_cached == 0, "the host's memory is the worker's"
-    assert_complete(decoding)
     assert_complete(loading)
 
 
 def test_a_load_that_was_given_up_before_it_was_sent_leaves_nothing() -> None:
     harness = make_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     displace(harness)
     harness.add(loading := make_request("loads", prompt_of(0), 4))
     scheduler, store = harness.scheduler, harness.scheduler.kv_cache.store
@@ -245,8 +232,7 @@ def test_rebuilt_records_keep_requests_that_load() -> None:
     decoding, loading = begin_load(harness, 6)
     harness.scheduler.rebuild([loading], [decoding])
     assert decoding.finish_reason == "error"
-    harness.run()
-    assert_complete(loading)
+    harness.end(loading)
 
 
 def test_siblings_wait_for_the_leader_that_loads() -> None:
@@ -256,9 +242,7 @@ def test_siblings_wait_for_the_leader_that_loads() -> None:
     group = ForkGroup()
     siblings = [make_request(f"{n}", prompt_of(0), 4, seed=n, group=group) for n in range(3)]
     harness.add(*siblings)
-    harness.run()
-    for request in (*siblings, decoding):
-        assert_complete(request)
+    harness.end(*siblings, decoding)
     assert {request.num_cached for request in siblings} == {36, 39}
 
 
@@ -281,9 +265,7 @@ def test_a_preempted_request_is_swapped_in(groups: tuple[KVGroup, ...]) -> None:
         harness.step()
     assert harness.scheduler.stats.loads == 1
     assert second.num_computed >= known - 4
-    harness.run()
-    assert_complete(first)
-    assert_complete(second)
+    harness.end(first, second)
 
 
 # ---------------------------------------------------------------- the records
@@ -306,17 +288,17 @@ def test_a_long_prompt_is_saved_whole_at_once() -> None:
     """Its blocks are the next to leave the device: 150 of 160 blocks, and then 150 others."""
     harness = make_harness(num_blocks=160, num_stored=(400,), token_budget=1000, prefill_cap=1000)
     for number in (0, 1):
-        run(harness, make_request(f"{number}", prompt_of(number, 600), 1))
+        harness.serve(make_request(f"{number}", prompt_of(number, 600), 1))
         assert harness.post(), "a plan without rows, when nothing else is to do"
         harness.update()
         assert not harness.post()
-    run(harness, again := make_request("again", prompt_of(0, 600), 1))
+    harness.serve(again := make_request("again", prompt_of(0, 600), 1))
     assert again.num_cached == 596
 
 
 def test_a_lost_place_is_found() -> None:
     harness = make_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     stored = harness.scheduler.kv_cache.store.groups[0]
     stored._free.pop()
     with pytest.raises(IntegrityError, match="a place of the KV store"):
@@ -350,32 +332,32 @@ def test_a_conversation_goes_on_with_blocks_of_the_disk(groups: tuple[KVGroup, .
     harness = make_disk_harness(groups)
     harness.worker.load_steps = lambda: 2
     first = make_request("first", prompt_of(0), 11)
-    run(harness, first)
+    harness.serve(first)
     displace(harness, 9)
     second = make_request("second", [*first.tokens, *prompt_of(1, 9)], 5)
-    run(harness, second)
+    harness.serve(second)
     assert second.num_cached == 48
     assert harness.worker.num_reads > 0
 
 
 def test_a_file_that_is_gone_is_a_miss_once() -> None:
     harness = make_disk_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     displace(harness, 9)
     broken = sorted(harness.worker.files)[:60]
     for name in broken:
         del harness.worker.files[name]
-    run(harness, again := make_request("again", prompt_of(0), 4))
+    harness.serve(again := make_request("again", prompt_of(0), 4))
     assert again.num_cached < 36
     displace(harness, 9)
-    run(harness, third := make_request("third", prompt_of(0), 4))
+    harness.serve(third := make_request("third", prompt_of(0), 4))
     assert third.num_cached == 36, "what was computed again was written again"
 
 
 def test_the_disk_is_bounded() -> None:
     harness = make_disk_harness(num_files=40)
     for number in range(12):
-        run(harness, make_request(f"{number}", prompt_of(number), 4))
+        harness.serve(make_request(f"{number}", prompt_of(number), 4))
     (disk,) = harness.scheduler.kv_cache.store.connectors
     assert len(disk.files[0]) == 40
     assert len(harness.worker.files) <= 40
@@ -383,9 +365,9 @@ def test_the_disk_is_bounded() -> None:
 
 def test_one_block_is_read() -> None:
     harness = make_disk_harness()
-    run(harness, make_request("first", prompt_of(0, 5), 1))
+    harness.serve(make_request("first", prompt_of(0, 5), 1))
     displace(harness, 9)
-    run(harness, again := make_request("again", prompt_of(0, 5), 1))
+    harness.serve(again := make_request("again", prompt_of(0, 5), 1))
     assert (again.num_cached, harness.worker.num_reads) == (4, 1)
 
 
@@ -411,16 +393,16 @@ def test_what_is_used_stays_on_the_host_and_on_the_disk() -> None:
 
 def test_a_cleared_disk_has_no_files() -> None:
     harness = make_disk_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     assert harness.worker.files
     harness.scheduler.kv_cache.reset_prefix_cache()
-    run(harness, make_request("other", prompt_of(1, 3), 4))
+    harness.serve(make_request("other", prompt_of(1, 3), 4))
     assert len(harness.worker.files) == 1, "of the other request"
 
 
 def test_a_request_may_end_while_files_are_read() -> None:
     harness = make_disk_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     displace(harness, 9)
     harness.worker.load_steps = lambda: 5
     decoding, loading = make_request("decodes", [1, 2], 28), make_request("loads", prompt_of(0), 4)
@@ -431,13 +413,12 @@ def test_a_request_may_end_while_files_are_read() -> None:
     assert loading.status is RequestStatus.LOADING
     assert not loading.blocks
     harness.scheduler.finish(loading, "abort")
-    harness.run()
-    assert_complete(decoding)
+    harness.end(decoding)
 
 
 def test_places_that_files_are_read_into_stay_reserved_when_records_are_rebuilt() -> None:
     harness = make_disk_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     displace(harness, 9)
     harness.worker.load_steps = lambda: 8
     harness.add(decoding := make_request("decodes", [1, 2], 28))
@@ -450,11 +431,10 @@ def test_places_that_files_are_read_into_stay_reserved_when_records_are_rebuilt(
     assert stored._num_reading == 9
     reserved = {place for _, place, _ in next(iter(harness.worker.reads.values()))[1]}
     assert reserved.isdisjoint(stored._free)
-    harness.run()
-    assert_complete(loading)
+    harness.end(loading)
     displace(harness, 9)
     assert stored._num_reading == 0
-    run(harness, again := make_request("again", prompt_of(0), 4))
+    harness.serve(again := make_request("again", prompt_of(0), 4))
     assert again.num_cached == 36, "the files are known as before"
 
 
@@ -474,7 +454,7 @@ def make_pair(groups: tuple[KVGroup, ...]) -> tuple[Harness, Harness, Request]:
     begins like the prompt on the second."""
     peers = PeerLimits("peer:1", 0, 1)
     first, second = (make_harness(groups, peers=peers) for _ in range(2))
-    run(first, done := make_request("prefill", prompt_of(0), 1))
+    first.serve(done := make_request("prefill", prompt_of(0), 1))
     assert first.post(), "its blocks are saved, though nothing else is to do"
     first.update()
     handover = first.scheduler.kv_cache.store.offer(done)
@@ -487,7 +467,7 @@ def make_pair(groups: tuple[KVGroup, ...]) -> tuple[Harness, Harness, Request]:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_prompt_that_another_server_computed_is_read(groups: tuple[KVGroup, ...]) -> None:
     _, second, request = make_pair(groups)
-    run(second, request)
+    second.serve(request)
     assert request.num_cached == 36
     assert second.worker.num_reads > 0
     found = (plan.section(KVMoves) for plan in second.plans)
@@ -499,16 +479,16 @@ def test_what_has_left_the_other_server_is_computed() -> None:
     _, second, request = make_pair((FULL,))
     names = sorted(second.worker.offered)
     del second.worker.offered[names[len(names) // 2]]
-    run(second, request)
+    second.serve(request)
     assert request.num_cached < 36
-    run(second, again := make_request("again", prompt_of(0), 4))
+    second.serve(again := make_request("again", prompt_of(0), 4))
     assert again.num_cached == 36
 
 
 def test_a_server_with_another_number_of_ranks_is_not_asked() -> None:
     _, second, request = make_pair((FULL,))
     request.handover = Handover("peer:1", 0, 2, request.handover.held)
-    run(second, request)
+    second.serve(request)
     assert request.num_cached == second.worker.num_reads == 0
 
 

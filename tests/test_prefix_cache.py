@@ -15,7 +15,7 @@ from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.worker import kv_tensors
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.test_kv_cache import make_request as make_long_request
-from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
+from tests.test_scheduler import FULL, Harness, make_request, windowed
 from tests.test_shared_prefixes import TEXT, add_drawn_requests, computed_of_prompts
 
 
@@ -93,15 +93,12 @@ def test_a_prompt_begins_with_a_copy(groups: tuple[KVGroup, ...]) -> None:
         block_size=BLOCK, num_blocks=64, token_budget=256, prefill_cap=256, groups=groups
     )
     first = make_request("first", [*TEXT[:120], *[50] * 20], 4)
-    harness.add(first)
-    harness.run()
+    harness.serve(first)
     again = make_request("again", [*TEXT[:120], *[51] * 20], 4)
     harness.add(again)
-    harness.run()
+    harness.end(first, again)
     assert (first.num_cached, again.num_cached) == (0, 120)
     assert harness.worker.num_copies == len(groups)
-    for request in (first, again):
-        assert_complete(request)
     assert computed_of_prompts(harness) == 140 + 20
 
 
@@ -118,8 +115,7 @@ def test_another_salt_copies_nothing() -> None:
     requests = [make_request(str(number), [*TEXT[:60], number], 3) for number in range(2)]
     requests[1].hash_root = root_hash(b"another")
     for request in requests:
-        harness.add(request)
-        harness.run()
+        harness.serve(request)
     assert (requests[1].num_cached, harness.worker.num_copies) == (0, 0)
 
 
@@ -131,10 +127,8 @@ def test_nothing_is_copied_that_the_same_step_computes() -> None:
     harness.add(*requests[:2])
     assert harness.post()
     harness.add(requests[2])
-    harness.run()
+    harness.end(*requests)
     assert [request.num_cached for request in requests] == [0, BLOCK, 50]
-    for request in requests:
-        assert_complete(request)
 
 
 def test_a_request_that_needs_all_blocks_begins_with_a_copy() -> None:

@@ -204,15 +204,14 @@ def assert_values(tags: Tags, requests: list[Request]) -> None:
 def test_only_steps_with_its_rows_call_a_feature() -> None:
     harness = TagHarness(token_budget=8, prefill_cap=8)
     plain = [make_request(str(number), [number] * 9, 6) for number in range(2)]
-    harness.add(*plain)
-    harness.run()
+    harness.serve(*plain)
     assert not harness.tags.calls
     assert (harness.tags.posted, harness.tags.taken, harness.tags.dropped) == ([], [], [])
     tagged = make_request("tagged", list(range(20)), 4, uses=(Tagged(7),))
     other = make_request("other", list(range(30, 33)), 20)
     begun = len(harness.plans)
     harness.add(tagged, other)
-    harness.run()
+    harness.end(other)
     sections = [plan.section(TagRows) for plan in harness.plans[begun:]]
     assert [s is not None for s in sections[:6]] == [False, False, True, True, True, True]
     assert not any(sections[6:])
@@ -220,7 +219,6 @@ def test_only_steps_with_its_rows_call_a_feature() -> None:
     assert harness.tags.posted == harness.tags.taken == [begun + 2 + step for step in range(4)]
     assert harness.tags.dropped == [tagged]
     assert_values(harness.tags, [tagged])
-    assert_complete(other)
 
 
 @settings(max_examples=60, deadline=None)
@@ -361,8 +359,7 @@ def test_a_feature_bounds_what_the_prefix_cache_gives() -> None:
     }
     for expected, of_request in uses.items():
         request = make_request("again", prompt, 1, uses=of_request)
-        harness.add(request)
-        harness.run()
+        harness.serve(request)
         assert request.num_cached == expected
         assert_complete(request)
 
@@ -487,9 +484,8 @@ def test_each_end_drops_a_request_once() -> None:
     kept = add("kept", 3)
     scheduler.rebuild([kept], [rebuilt])
     assert dropped[6:] == [rebuilt]
-    harness.run()
+    harness.end(kept)
     assert dropped[7:] == [kept]
-    assert_complete(kept)
 
 
 def test_reports_come_in_any_step() -> None:
