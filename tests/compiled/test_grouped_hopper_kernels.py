@@ -20,13 +20,8 @@ from aioinfer.kernels.hopper_pipeline import WEIGHT_ROWS, scale_layout
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import (
-    box,
-    check_fits,
-    compile_gluon,
-    machine_code,
-    weight_of,
-)
+from tests.compiled.hopper import box, check_fits, compile_gluon, machine_code, weight_of
+from tests.pairs import pairwise
 
 pytestmark = pytest.mark.extended
 
@@ -72,30 +67,30 @@ def check(kernel: CompiledKernel) -> None:
     assert code.count("LDSM.16.M88.4") == 3 * 2 * 4  # before the loop and in it
 
 
-@pytest.mark.parametrize("tokens", [64, 128])
-@pytest.mark.parametrize(
-    ("group", "has_zeros", "dtype"),
-    [
-        (64, True, "bf16"),
-        (64, False, "fp16"),
-        (128, True, "bf16"),
-        (128, False, "fp16"),
+@pairwise(
+    tokens=[64, 128],
+    gated=[False, True],
+    group__has_zeros__dtype=[
+        (64, True, "bf16"), (64, False, "fp16"), (128, True, "bf16"), (128, False, "fp16"),
         (4096, True, "fp16"),
     ],
-)
-def test_groups(tokens: int, group: int, has_zeros: bool, dtype: str) -> None:
+)  # fmt: skip
+def test_groups(tokens: int, group: int, has_zeros: bool, dtype: str, gated: bool) -> None:
     weight = weight_of(4096, 4096, group=group, has_zeros=has_zeros)
-    for gated in (False, True):
-        config = next(c for c in configs(256, weight, gated) if c.tokens == tokens)
-        check(compile_product(weight, config, gated=gated, dtype=dtype))
+    config = next(c for c in configs(256, weight, gated) if c.tokens == tokens)
+    check(compile_product(weight, config, gated=gated, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_configuration(shape: str) -> None:
-    weight = weight_of(*SHAPES[shape])
-    is_gated = shape == "gate_up"
-    for config in set(configs(128, weight, is_gated)):
-        check(compile_product(weight, config, gated=is_gated))
+def every_configuration() -> list[tuple[GroupedHopperConfig, bool]]:
+    """Returns the configurations of all shapes, each once, and whether the product is gated."""
+    shapes = [(weight_of(*shape), name == "gate_up") for name, shape in SHAPES.items()]
+    found = {(c, gated) for weight, gated in shapes for c in configs(128, weight, gated)}
+    return sorted(found, key=str)
+
+
+@pytest.mark.parametrize(("config", "gated"), every_configuration())
+def test_every_configuration(config: GroupedHopperConfig, gated: bool) -> None:
+    check(compile_product(weight_of(*SHAPES["qkv"]), config, gated=gated))
 
 
 @pytest.mark.sample

@@ -84,8 +84,7 @@ def expected(folder: Path) -> Iterator[dict[str, list[Output]]]:
     [
         {},
         {"speculation__max_draft_tokens": 15, "cache__block_size": 1, "cache__num_blocks": 3000},
-        {"scheduler__plan_ahead": False},
-        {"scheduler__max_num_batched_tokens": 9},
+        {"scheduler__plan_ahead": False, "scheduler__max_num_batched_tokens": 9},
         {"cache__num_blocks": 40},
         {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2},
         {
@@ -164,21 +163,16 @@ SCHEMA = json.dumps(
         "type": "object",
         "properties": {
             "people": {
-                "type": "array",
-                "minItems": 3,
-                "maxItems": 3,
-                "items": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-                    "required": ["name", "age"],
-                    "additionalProperties": False,
-                },
+                "type": "array", "minItems": 3, "maxItems": 3,
+                "items": {"type": "object",
+                          "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                          "required": ["name", "age"], "additionalProperties": False},
             }
         },
         "required": ["people"],
         "additionalProperties": False,
     }
-)
+)  # fmt: skip
 TOOL = {
     "type": "function",
     "function": {

@@ -27,12 +27,9 @@ pytestmark = pytest.mark.extended
 #: Longer than one chunk of logits, and than a step of few tokens; one has a single token.
 LENGTHS = (1, 2, 17, 33, 90, 400)
 BASE = {
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "model.dtype": "float32",
-    "cache.block_size": 16,
-    "cache.num_blocks": 80,
-}
+    "parallel.executor": "inline", "parallel.cpu_threads": 1, "model.dtype": "float32",
+    "cache.block_size": 16, "cache.num_blocks": 80,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -64,7 +61,9 @@ def test_every_way_gives_what_transformers_does(reference: Reference, way: str) 
             assert cached == [384, 0, 0, 0, 0, 384]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("reference", "ranks"), [("llama", 1), ("gemma2", 1), ("gemma2", 2)], indirect=["reference"]
+)
 def test_states_of_all_tokens(reference: Reference, ranks: int) -> None:
     """In chunks, beside generation, with the cache full of the same prompts, and preempted."""
     settings: dict[str, Any] = {"scheduler.max_num_batched_tokens": 24}
@@ -84,14 +83,9 @@ def test_states_of_all_tokens(reference: Reference, ranks: int) -> None:
             llm.embed("x", pooling="all")
 
 
-@pytest.mark.parametrize("pooling", [None, *POOLINGS])
-def test_a_preempted_prompt_is_computed_anew(reference: Reference, pooling: str | None) -> None:
+def test_a_preempted_prompt_is_computed_anew(reference: Reference) -> None:
     """Requests before it keep growing at its cost, while few tokens of it are computed a step."""
     growing = SamplingParams(temperature=0, max_tokens=90)
-    if pooling is None:
-        wanted = SamplingParams(prompt_logprobs=2, temperature=0, max_tokens=3)
-    else:
-        wanted = SamplingParams(pooling=pooling)
     settings = {
         "cache.num_blocks": 40,
         "scheduler.max_num_batched_tokens": 24,
@@ -100,13 +94,17 @@ def test_a_preempted_prompt_is_computed_anew(reference: Reference, pooling: str 
     config = load_config(None, BASE | settings | {"model.path": str(reference.folder)})
     with LLM.of(config, progress=False) as llm:
         requests = [(prompt, growing) for prompt in [reference.prompts[2]] * 5]
-        *_, output = run(llm, [*requests, (reference.prompts[-1], wanted)])
-    assert output.sequences[0].request.num_preemptions
-    if pooling is None:
-        reference.check_scores(len(LENGTHS) - 1, output, 2)
-    else:
-        assert output.pooled is not None
-        reference.check_pooled(len(LENGTHS) - 1, pooling, output.pooled)
+        for pooling in (None, *POOLINGS):
+            scored = SamplingParams(prompt_logprobs=2, temperature=0, max_tokens=3)
+            wanted = scored if pooling is None else SamplingParams(pooling=pooling)
+            llm.frontend.reset_prefix_cache()
+            *_, output = run(llm, [*requests, (reference.prompts[-1], wanted)])
+            assert output.sequences[0].request.num_preemptions
+            if pooling is None:
+                reference.check_scores(len(LENGTHS) - 1, output, 2)
+            else:
+                assert output.pooled is not None
+                reference.check_pooled(len(LENGTHS) - 1, pooling, output.pooled)
 
 
 @pytest.mark.parametrize("reference", ["gemma2"], indirect=True)

@@ -29,16 +29,10 @@ pytestmark = pytest.mark.extended
 
 VOCAB_SIZE, END, TOKENS = 128, 2, 48
 SETTINGS: dict[str, Any] = {
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "parallel.restart_workers": 1000,
-    "model.dtype": "float32",
-    "model.max_model_len": 256,
-    "cache.block_size": 8,
-    "cache.num_blocks": 400,
-    "scheduler.max_num_seqs": 8,
-    "scheduler.max_num_batched_tokens": 64,
-}
+    "parallel.executor": "inline", "parallel.cpu_threads": 1, "parallel.restart_workers": 1000,
+    "model.dtype": "float32", "model.max_model_len": 256, "cache.block_size": 8,
+    "cache.num_blocks": 400, "scheduler.max_num_seqs": 8, "scheduler.max_num_batched_tokens": 64,
+}  # fmt: skip
 #: What requests ask for, beside the number of tokens.
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -128,6 +122,20 @@ def check(found: Sequence[CompletionOutput], expected: Sequence[CompletionOutput
             assert [token for token, _ in a.top] == [token for token, _ in b.top]
 
 
+def check_twice(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    expected: list[list[CompletionOutput]],
+) -> None:
+    """Checks all requests, and then each case once more from the prefix cache."""
+    for some in (slice(None), slice(len(params) // 2)):
+        outputs = llm.generate(prompts[some], params[some])
+        for found, wanted in zip(outputs, expected[some], strict=True):
+            check(found.completions, wanted)
+    assert any(output.num_cached_tokens for output in outputs)
+
+
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Iterator[LLM]:
     with running(folder) as llm:
@@ -152,11 +160,9 @@ def expected(plain: LLM, stop: str) -> list[list[CompletionOutput]]:
     "settings",
     [
         {},
-        {"speculation__max_draft_tokens": 1},
+        {"speculation__max_draft_tokens": 1, "scheduler__max_num_seqs": 3},
         {"speculation__max_draft_tokens": 15, "cache__block_size": 1, "cache__num_blocks": 3000},
-        {"scheduler__plan_ahead": False},
-        {"scheduler__max_num_batched_tokens": 9},
-        {"scheduler__max_num_seqs": 3},
+        {"scheduler__plan_ahead": False, "scheduler__max_num_batched_tokens": 9},
         {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2},
         {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
     ],
@@ -167,11 +173,7 @@ def test_the_text_is_the_plain_one(
 ) -> None:
     prompts, params = requests(stop)
     with speculating(folder, **settings) as llm:
-        for _ in range(2):  # the second time from the prefix cache
-            outputs = llm.generate(prompts, params)
-            for found, wanted in zip(outputs, expected, strict=True):
-                check(found.completions, wanted)
-        assert any(output.num_cached_tokens for output in outputs)
+        check_twice(llm, prompts, params, expected)
 
 
 def test_preempted_requests(
