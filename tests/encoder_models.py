@@ -21,16 +21,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "camembert": {"pad_token_id": 1, "max_position_embeddings": 514, "type_vocab_size": 1},
     "mpnet": {"pad_token_id": 1, "max_position_embeddings": 514},
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_heads": 8, "n_layers": 2},
-    "modernbert": {
-        "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "local_attention": 8,
-        "cls_token_id": 2,
-        "sep_token_id": 3,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    },
-}
+    "modernbert": {"num_hidden_layers": 3,
+                   "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                   "local_attention": 8, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2,
+                   "eos_token_id": 3},
+}  # fmt: skip
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -43,18 +38,11 @@ def tiny_encoder(family: str, folder: Path, *, num_labels: int = 2, **fields: An
     """
     tokenizer = word_pieces()
     given: dict[str, Any] = {
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "initializer_range": 0.2,
-        "num_labels": num_labels,
-        **_FIELDS.get(family, {}),
-        **fields,
-    }
+        "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "max_position_embeddings": 512,
+        "pad_token_id": 0, "initializer_range": 0.2, "num_labels": num_labels,
+        **_FIELDS.get(family, {}), **fields,
+    }  # fmt: skip
     config = CONFIG_MAPPING[family](**given)
     torch.manual_seed(0)
     model = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)](config).eval()

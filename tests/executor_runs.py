@@ -76,18 +76,13 @@ def tiny_config(
     return load_config(
         None,
         {
-            "model.path": str(folder),
-            "cache.block_size": 4,
-            "cache.num_blocks": 32,
-            "scheduler.max_num_seqs": 4,
-            "scheduler.max_num_batched_tokens": 64,
-            "parallel.cpu_threads": 1,
-            "parallel.device": "cpu",
-            "parallel.executor": executor,
+            "model.path": str(folder), "cache.block_size": 4, "cache.num_blocks": 32,
+            "scheduler.max_num_seqs": 4, "scheduler.max_num_batched_tokens": 64,
+            "parallel.cpu_threads": 1, "parallel.device": "cpu", "parallel.executor": executor,
             "parallel.tensor_parallel_size": tensor_parallel_size,
         }
         | settings,
-    )
+    )  # fmt: skip
 
 
 class Run:

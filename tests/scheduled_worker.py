@@ -101,14 +101,9 @@ def expected_outputs(
     for prompt in prompts:
         ids = torch.tensor([prompt])
         output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            use_cache=use_cache,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, use_cache=use_cache,
+            max_new_tokens=NEW_TOKENS, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
         outputs.append(output[0, len(prompt) :].tolist())
     return outputs
 
@@ -139,16 +134,12 @@ def generate(
     worker.warm_up()
     scheduler = Scheduler(
         SchedulerLimits(
-            groups=report.groups,
-            num_blocks=report.num_blocks,
-            block_size=report.block_size,
-            max_num_seqs=SLOTS,
-            token_budget=budget,
-            prefill_cap=budget,
+            groups=report.groups, num_blocks=report.num_blocks, block_size=report.block_size,
+            max_num_seqs=SLOTS, token_budget=budget, prefill_cap=budget,
             max_lookahead=config.max_lookahead,
         ),
         features=StepFeatures([] if ahead is None else [ahead]),
-    )
+    )  # fmt: skip
     if ahead is not None and speculation is None:
         rank = worker.runner.works.all[0].rank
         worker.runner.works = StepWorks([KnownDrafts(rank, texts)])
@@ -159,15 +150,10 @@ def generate(
             tokens, length = array("i", prompt), len(prompt)
             requests.append(
                 Request(
-                    str(len(requests)),
-                    tokens,
-                    length,
-                    params[number % len(params)],
-                    length + NEW_TOKENS,
-                    sibling,
-                    group=group,
+                    str(len(requests)), tokens, length, params[number % len(params)],
+                    length + NEW_TOKENS, sibling, group=group,
                 )
-            )
+            )  # fmt: skip
             scheduler.add(requests[-1])
     pending: deque[Any] = deque()
     while not scheduler.is_idle or pending:

@@ -145,13 +145,10 @@ class SymbolicWorker:
         self._copy(plan)
         rows = list(
             zip(
-                plan.slots.tolist(),
-                plan.starts.tolist(),
-                plan.lengths.tolist(),
-                plan.samples.tolist(),
-                strict=True,
+                plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(),
+                plan.samples.tolist(), strict=True,
             )
-        )
+        )  # fmt: skip
         if lookahead is not None:
             rows = self._resolve(rows, lookahead)
         # every row writes before any reads, as in a layer: a row may share a block that another

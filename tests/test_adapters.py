@@ -48,16 +48,10 @@ from tests.worker_extension import limit_open_files, num_adapters
 
 OUTPUT = 10
 SETTINGS: dict[str, Any] = {
-    "parallel.executor": "inline",
-    "parallel.device": "cpu",
-    "model.dtype": "float32",
-    "model.tokenizer": "none",
-    "cache.block_size": 16,
-    "cache.num_blocks": 60,
-    "scheduler.max_num_seqs": 6,
-    "scheduler.max_num_batched_tokens": 37,
-    "lora.max_rank": 64,
-}
+    "parallel.executor": "inline", "parallel.device": "cpu", "model.dtype": "float32",
+    "model.tokenizer": "none", "cache.block_size": 16, "cache.num_blocks": 60,
+    "scheduler.max_num_seqs": 6, "scheduler.max_num_batched_tokens": 37, "lora.max_rank": 64,
+}  # fmt: skip
 #: Ranks of all modules, of some, and of a scale of another kind.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "small": {"rank": 4},
@@ -205,16 +199,11 @@ def test_latent_attention_has_adapters(ranks: int, tmp_path: Path) -> None:
     to the queries and outputs of decodes."""
     model = tiny_model("deepseek_v2", tmp_path / "model")
     adapters = {
-        "all": make_adapter(
-            model,
-            tmp_path / "all",
-            seed=0,
-            target_modules=["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-        ),
-        "latents": make_adapter(
-            model, tmp_path / "latents", seed=1, target_modules=["kv_b_proj"], rank=9
-        ),
-    }
+        "all": make_adapter(model, tmp_path / "all", seed=0,
+                            target_modules=["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+        "latents": make_adapter(model, tmp_path / "latents", seed=1, target_modules=["kv_b_proj"],
+                                rank=9),
+    }  # fmt: skip
     settings: dict[str, Any] = {}
     if ranks > 1:
         settings |= {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": ranks}

@@ -77,18 +77,14 @@ RESULT = {"type": "search_result", "source": "https://a.org", "title": "Rivers"}
             "Rivers\nOf France.\n\nThe Seine.",
         ),
         (
-            {
-                "type": "document",
-                "source": BLOCKS,
-                "title": "Rivers",
-                "citations": {"enabled": False},
-            },
+            {"type": "document", "source": BLOCKS, "title": "Rivers",
+             "citations": {"enabled": False}},
             "Rivers\n\nThe \nSeine.",
         ),
         ({"type": "document", "source": {"type": "content", "content": "x"}}, "x"),
         (RESULT | {"content": BLOCKS["content"]}, "Rivers\nhttps://a.org\n\nThe \nSeine."),
     ],
-)
+)  # fmt: skip
 def test_documents_are_texts(block: dict[str, Any], text: str) -> None:
     """In messages and in results of tools."""
     asked = {"type": "text", "text": "Which river?"}
@@ -101,25 +97,19 @@ def test_documents_are_texts(block: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (
-            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}},
-            r"content\[0\]\.source\.type documents of type 'base64' are not .*: a PDF has",
-        ),
+        ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}},
+         r"content\[0\]\.source\.type documents of type 'base64' are not .*: a PDF has"),
         ({"type": "document", "source": {"type": "url", "url": "https://a.org"}}, "type 'url'"),
         ({"type": "document", "source": {"type": "file", "file_id": "a"}}, "type 'file'"),
         ({"type": "document", "source": {"type": "text"}}, r"\[0\]\.source\.data is missing"),
         ({"type": "document"}, r"\[0\]\.source must be an object"),
         (RESULT, r"\[0\]\.content is missing"),
-        (
-            {"type": "document", "source": TEXT, "citations": {"enabled": True}},
-            r"\[0\]\.citations are not supported here",
-        ),
-        (
-            {"type": "document", "source": {"type": "content", "content": [RESULT]}},
-            r"source\.content\[0\]: a block of type 'search_result' is not supported",
-        ),
+        ({"type": "document", "source": TEXT, "citations": {"enabled": True}},
+         r"\[0\]\.citations are not supported here"),
+        ({"type": "document", "source": {"type": "content", "content": [RESULT]}},
+         r"source\.content\[0\]: a block of type 'search_result' is not supported"),
     ],
-)
+)  # fmt: skip
 def test_documents_that_are_refused(block: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         conversation({"role": "user", "content": [block]})

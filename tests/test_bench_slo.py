@@ -58,12 +58,9 @@ def test_all_limits_must_be_met_and_failures_meet_none() -> None:
         [GOOD, slow, stalled, replace(GOOD, error="timeout")], 2.0, Slo.parse("ttft=300ms,itl=50ms")
     )
     assert figures == {
-        "limits_ms": {"ttft": 300.0, "itl": 50.0},
-        "met": 1,
-        "share": 0.25,
-        "requests_per_s": 0.5,
+        "limits_ms": {"ttft": 300.0, "itl": 50.0}, "met": 1, "share": 0.25, "requests_per_s": 0.5,
         "missed": {"ttft": 2, "itl": 1},
-    }
+    }  # fmt: skip
     assert goodput([], 0.0, Slo.parse("e2e=1s"))["share"] == 0.0
 
 

@@ -24,12 +24,9 @@ CONVERSATION = [
 ]
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells <the> weather & more",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
+    "function": {"name": "weather", "description": "Tells <the> weather & more",
+                 "parameters": {"type": "object", "properties": {}}},
+}  # fmt: skip
 #: Uses whatever transformers adds to Jinja or sets in it.
 EVERYTHING = (
     """\

@@ -315,11 +315,8 @@ EVENTS = [
     b'{"response":"\\n:[1,[2]]\\n"}\n',
 ]
 MARKS = [
-    b"[0,[5]]",
-    b"[0,[6],3,null,null]",
-    b"[1,[7,8],3,null,null]",
-    b'[0,[2],null,"stop",":\\n"]',
-]
+    b"[0,[5]]", b"[0,[6],3,null,null]", b"[1,[7,8],3,null,null]", b'[0,[2],null,"stop",":\\n"]',
+]  # fmt: skip
 
 
 class Request:

@@ -314,14 +314,11 @@ def test_values_out_of_range_name_their_key(override: str, message: str) -> None
 
 def test_the_smallest_and_largest_values_that_are_allowed() -> None:
     allowed = {
-        "cache.gpu_memory_utilization": 1,
-        "scheduler.max_waiting_requests": 0,
-        "scheduler.max_num_seqs": 1,
-        "server.port": 65535,
-        "server.shutdown_timeout_s": 0,
+        "cache.gpu_memory_utilization": 1, "scheduler.max_waiting_requests": 0,
+        "scheduler.max_num_seqs": 1, "server.port": 65535, "server.shutdown_timeout_s": 0,
         "server.limits": {"requests_per_minute": 1},
         "model.sampling": {"temperature": 0, "top_k": -1, "top_p": 1},
-    }
+    }  # fmt: skip
     config = load_config(overrides={"model.path": "x", **allowed})
     for dotted, value in allowed.items():
         section, _, name = dotted.partition(".")

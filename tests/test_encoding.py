@@ -41,12 +41,9 @@ def make_encoder(
     tokenizer: Tokenizer, threads: EncodingThreads, max_model_len: int = 32_768
 ) -> PromptEncoder:
     return PromptEncoder(
-        tokenizer,
-        threads,
-        max_model_len=max_model_len,
-        vocab_size=tokenizer.vocab_size,
+        tokenizer, threads, max_model_len=max_model_len, vocab_size=tokenizer.vocab_size,
         hash_block_size=16,
-    )
+    )  # fmt: skip
 
 
 @contextmanager

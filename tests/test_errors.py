@@ -79,22 +79,15 @@ def test_a_raw_response_is_a_whole_one() -> None:
 @pytest.mark.parametrize(
     ("status", "code", "reason"),
     [
-        (400, None, "bad_request"),
-        (400, "context_length_exceeded", "bad_request"),
-        (400, "malformed_request", "malformed"),
-        (415, "unsupported_media_type", "bad_request"),
-        (401, "invalid_api_key", "api_key"),
-        (413, "request_too_large", "too_large"),
-        (429, "rate_limit_exceeded", "rate_limit"),
-        (500, None, "failure"),
-        (503, None, "failure"),
-        (503, "overloaded", "overloaded"),
-        (503, "not_ready", "not_ready"),
-        (503, "engine_dead", "engine_dead"),
-        (504, "timeout", "deadline"),
+        (400, None, "bad_request"), (400, "context_length_exceeded", "bad_request"),
+        (400, "malformed_request", "malformed"), (415, "unsupported_media_type", "bad_request"),
+        (401, "invalid_api_key", "api_key"), (413, "request_too_large", "too_large"),
+        (429, "rate_limit_exceeded", "rate_limit"), (500, None, "failure"), (503, None, "failure"),
+        (503, "overloaded", "overloaded"), (503, "not_ready", "not_ready"),
+        (503, "engine_dead", "engine_dead"), (504, "timeout", "deadline"),
         (499, "of a client", "bad_request"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_of_a_reply(status: int, code: str | None, reason: str) -> None:
     counts = HttpCounts()
     counts.count_error(status, code)

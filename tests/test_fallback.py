@@ -43,19 +43,13 @@ SHAPE = {
 #: Layer norms with biases and a window; a scaled head, one norm for both parts of a layer; a merged
 #: projection, rotation of a part of the channels; norms by head.
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "starcoder2": (
-        Starcoder2Config,
-        Starcoder2ForCausalLM,
-        {"num_key_value_heads": 2, "sliding_window": 7, "initializer_range": 0.3},
-    ),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM,
+                   {"num_key_value_heads": 2, "sliding_window": 7, "initializer_range": 0.3}),
     "cohere": (CohereConfig, CohereForCausalLM, {"num_key_value_heads": 2, "logit_scale": 0.3}),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5}),
-    "persimmon": (
-        PersimmonConfig,
-        PersimmonForCausalLM,
-        {"qk_layernorm": True, "initializer_range": 0.3},
-    ),
-}
+    "persimmon": (PersimmonConfig, PersimmonForCausalLM,
+                  {"qk_layernorm": True, "initializer_range": 0.3}),
+}  # fmt: skip
 
 
 def save(name: str, folder: Path, **fields: Any) -> Path:

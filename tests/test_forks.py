@@ -411,20 +411,15 @@ def test_any_mix_of_searches_and_requests(data):
     tight = draw(st.booleans(), "tight")
     low, high = (30, 60) if tight else (60, 200)
     harness = ForkHarness(
-        draw(st.integers(0, 2**32), "seed"),
-        chains=draw(st.booleans(), "chains"),
-        rewinds=draw(st.booleans(), "rewinds"),
-        depth=stages + ahead,
-        num_stages=stages,
-        plan_ahead=ahead,
-        groups=groups,
-        block_size=block_size,
+        draw(st.integers(0, 2**32), "seed"), chains=draw(st.booleans(), "chains"),
+        rewinds=draw(st.booleans(), "rewinds"), depth=stages + ahead, num_stages=stages,
+        plan_ahead=ahead, groups=groups, block_size=block_size,
         num_blocks=draw(st.integers(low, high), "blocks") // block_size + draw(st.integers(1, 8)),
         max_num_seqs=draw(st.integers(1, 8), "max_num_seqs"),
         token_budget=budget,
         prefill_cap=draw(st.integers(1, budget), "prefill_cap"),
         prefix_caching=draw(st.booleans(), "caching"),
-    )
+    )  # fmt: skip
     most = draw(st.sampled_from([4, 40, 16_384]), "entries")
     with mock.patch("aioinfer.scheduler.running.MAX_FORKED_ENTRIES", most):
         _check_any_mix(harness, draw)

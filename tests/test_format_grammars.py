@@ -109,11 +109,8 @@ CALLS: dict[str, tuple[str, list[str]]] = {
     ),
     "lfm2": (
         "",
-        [
-            f"{LFM}[f(a=1)]{LFM_END}",
-            f'{LFM}[f(a=1), g(q="x")]{LFM_END}',
-            f'{LFM}[f(a=1), g(q="(", n=1)]{LFM_END}',
-        ],
+        [f"{LFM}[f(a=1)]{LFM_END}", f'{LFM}[f(a=1), g(q="x")]{LFM_END}',
+         f'{LFM}[f(a=1), g(q="(", n=1)]{LFM_END}'],
     ),
     "gemma": (
         "",
@@ -124,7 +121,7 @@ CALLS: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "harmony": ("", [COMMENTARY, ANALYSIS + COMMENTARY]),
-}
+}  # fmt: skip
 #: Formats whose markers are special tokens.
 SPECIAL = ("mistral", "deepseek", "kimi", "harmony", "lfm2", "gemma")
 ANSWER = GrammarSpec("json_schema", json.dumps(INTEGER))
@@ -345,30 +342,21 @@ NODE = {
 }
 #: A schema, values of it in Gemma's notation, and others that are none.
 GEMMA_VALUES: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    (
-        {"type": "string", "maxLength": 3, "minLength": 1},
-        [f"{D}abc{D}"],
-        [f"{D}{D}", f"{D}abcd{D}"],
-    ),
+    ({"type": "string", "maxLength": 3, "minLength": 1}, [f"{D}abc{D}"],
+     [f"{D}{D}", f"{D}abcd{D}"]),
     ({"type": "string"}, [f"{D}a\n}}{D}", f"{D}{D}"], ["a", "1"]),
     ({"enum": ["a", 1, None, [1]]}, [f"{D}a{D}", "1", "null", "[1]"], [f"{D}b{D}", "2"]),
     ({"type": "integer", "maximum": 9}, ["9", "-1"], ["10", "1.5", f"{D}1{D}"]),
     ({"type": ["boolean", "null"]}, ["true", "null"], ["1"]),
-    (
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
-        ["[1]", "[1,2]"],
-        ["[]", "[1,2,3]", f"[{D}1{D}]"],
-    ),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+     ["[1]", "[1,2]"], ["[]", "[1,2,3]", f"[{D}1{D}]"]),
     ({"type": "array"}, ["[]", f"[1,{D}a{D},[true],{{b:1}}]"], ["1"]),
-    (
-        {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}},
-        ["{}", "{a:null,b:1}", "{b:1}", "{a:null}"],
-        ["{b:1,a:null}", "{c:1}", "{a:null,}", "{,b:1}"],
-    ),
+    ({"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}},
+     ["{}", "{a:null,b:1}", "{b:1}", "{a:null}"], ["{b:1,a:null}", "{c:1}", "{a:null,}", "{,b:1}"]),
     ({"type": "object", "additionalProperties": {"type": "integer"}}, ["{x:1,y:2}"], ["{x:true}"]),
     ({"$ref": "#/$defs/node"}, ["{n:1}", "{n:1,next:{n:2,next:null}}"], ["{n:1,next:{}}", "{}"]),
     ({"not": {}}, ["1", f"{D}a{D}", "{a:[]}"], ["a b"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "right", "others"), GEMMA_VALUES)

@@ -341,15 +341,12 @@ async def test_the_prompts_hashes_are_computed_once(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("prompt", "fields", "param"),
     [
-        ([], {}, "prompt"),
-        ([-1], {}, "prompt"),
-        ([49_152], {}, "prompt"),
-        ([5] * 2048, {}, "prompt"),
-        ([5] * 2040, {"max_tokens": 9}, "max_tokens"),
+        ([], {}, "prompt"), ([-1], {}, "prompt"), ([49_152], {}, "prompt"),
+        ([5] * 2048, {}, "prompt"), ([5] * 2040, {"max_tokens": 9}, "max_tokens"),
         ([5], {"max_tokens": None, "min_tokens": 4000}, "min_tokens"),
         ([5], {"stop_token_ids": [50_000]}, "stop_token_ids"),
     ],
-)
+)  # fmt: skip
 async def test_what_is_refused(prompt: list[int], fields: dict[str, Any], param: str) -> None:
     frontend = await make_frontend(4, 0.0)
     with pytest.raises(RequestError) as caught:

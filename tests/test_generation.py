@@ -43,12 +43,9 @@ USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 OUTPUT = cast(
     RequestOutput,
     SimpleNamespace(
-        prompt_token_ids=[7, 8],
-        num_cached_tokens=1,
-        predicted_counts=None,
-        weight_versions=[],
+        prompt_token_ids=[7, 8], num_cached_tokens=1, predicted_counts=None, weight_versions=[],
     ),
-)
+)  # fmt: skip
 
 
 def text_writer(echo: str = "2 + 2", index: int = 0, **fields: Any) -> ChoiceWriter:

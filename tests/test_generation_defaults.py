@@ -78,13 +78,10 @@ def test_end_tokens_from_where_they_are_named(tmp_path: Path, tokenizer_cache: P
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1},
-        {"top_p": 2},
-        {"top_k": "many"},
-        {"eos_token_id": "</s>"},
+        {"temperature": -1}, {"top_p": 2}, {"top_k": "many"}, {"eos_token_id": "</s>"},
         {"eos_token_id": ["</s>"]},
     ],
-)
+)  # fmt: skip
 def test_values_that_no_request_could_have(tmp_path: Path, wrong: dict[str, object]):
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         GenerationDefaults.load(write(tmp_path, generation_config=wrong))

@@ -25,11 +25,8 @@ from tests.gguf_models import Change, config_of, random_model, write_gguf
 #: What a GGUF file does not contain, and no forward pass needs.
 UNSAID = ("dtype", "initializer_range", "_name_or_path", "transformers_version", "head_dim")
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -197,51 +194,25 @@ def test_the_window_of_phi3_files_that_do_not_name_it(
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [
-        (
-            "llama",
-            lambda fields, tensors: fields.update(architecture="bert"),
-            "architecture 'bert'.*llama, qwen2, qwen3",
-        ),
+        ("llama", lambda fields, tensors: fields.update(architecture="bert"),
+         "architecture 'bert'.*llama, qwen2, qwen3"),
         ("llama", lambda fields, tensors: fields.pop("block_count"), r"lacks llama\.block_count"),
-        (
-            "llama",
-            lambda fields, tensors: fields.update({"rope.scaling.type": "longrope"}),
-            "'longrope'.*only 'linear' and 'yarn'",
-        ),
-        (
-            "llama",
-            lambda fields, tensors: fields.update({"rope.scaling.type": "yarn"}),
-            r"lacks llama\.rope\.scaling\.factor",
-        ),
-        (
-            "llama",
-            lambda fields, tensors: tensors.update(
-                {"rope_freqs.weight": np.linspace(1, 2, 8, dtype=np.float32)}
-            ),
-            "not Llama 3's",
-        ),
-        (
-            "llama",
-            lambda fields, tensors: tensors.update(
-                {"blk.0.ffn_gate_exps.weight": np.ones(8, np.float32)}
-            ),
-            r"blk\.0\.ffn_gate_exps\.weight",
-        ),
-        (
-            "llama",
-            lambda fields, tensors: tensors.pop("token_embd.weight"),
-            r"no token_embd\.weight",
-        ),
-        (
-            "llama",
-            lambda fields, tensors: fields.update({"feed_forward_length": [96, 128]}),
-            "intermediate_size by layer",
-        ),
-        (
-            "olmo2",
-            lambda fields, tensors: fields.update({"attention.sliding_window": 4096}),
-            "OLMo 3",
-        ),
+        ("llama", lambda fields, tensors: fields.update({"rope.scaling.type": "longrope"}),
+         "'longrope'.*only 'linear' and 'yarn'"),
+        ("llama", lambda fields, tensors: fields.update({"rope.scaling.type": "yarn"}),
+         r"lacks llama\.rope\.scaling\.factor"),
+        ("llama", lambda fields,
+         tensors: tensors.update({"rope_freqs.weight": np.linspace(1, 2, 8, dtype=np.float32)}),
+         "not Llama 3's"),
+        ("llama", lambda fields,
+         tensors: tensors.update({"blk.0.ffn_gate_exps.weight": np.ones(8, np.float32)}),
+         r"blk\.0\.ffn_gate_exps\.weight"),
+        ("llama", lambda fields, tensors: tensors.pop("token_embd.weight"),
+         r"no token_embd\.weight"),
+        ("llama", lambda fields, tensors: fields.update({"feed_forward_length": [96, 128]}),
+         "intermediate_size by layer"),
+        ("olmo2", lambda fields, tensors: fields.update({"attention.sliding_window": 4096}),
+         "OLMo 3"),
     ],
     ids=[
         "architecture",
@@ -254,7 +225,7 @@ def test_the_window_of_phi3_files_that_do_not_name_it(
         "by layer",
         "olmo 3",
     ],
-)
+)  # fmt: skip
 def test_models_that_are_not_supported(
     tmp_path: Path, architecture: str, change: Change, message: str
 ):

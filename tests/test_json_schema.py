@@ -145,13 +145,10 @@ def test_small_bounds_stay(schema: Any) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"minimum": 2**63},
-        {"minimum": 12345678901234567890},
-        {"maximum": -1e300},
-        {"minimum": float("inf")},
-        {"minimum": 2**53 + 1, "maximum": 2**53 + 1},
+        {"minimum": 2**63}, {"minimum": 12345678901234567890}, {"maximum": -1e300},
+        {"minimum": float("inf")}, {"minimum": 2**53 + 1, "maximum": 2**53 + 1},
     ],
-)
+)  # fmt: skip
 def test_bounds_that_allow_no_exact_number(schema: Any) -> None:
     with pytest.raises(RequestError, match="2\\^63"):
         exact_bounds(schema)

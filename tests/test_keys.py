@@ -168,13 +168,10 @@ def test_the_digests_are_all_that_is_kept() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file"),
-        (b"", "it holds no key"),
-        (b"# only\n", "it holds no key"),
-        (b"\xff\xfe", "not text"),
-        (b'[a]\nkey = "sk-two words"', "without blanks"),
+        (None, "No such file"), (b"", "it holds no key"), (b"# only\n", "it holds no key"),
+        (b"\xff\xfe", "not text"), (b'[a]\nkey = "sk-two words"', "without blanks"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_key_file(
     tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

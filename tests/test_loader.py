@@ -283,18 +283,10 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
     ],
     ids=[
-        "missing",
-        "many",
-        "head",
-        "unknown",
-        "quantized",
-        "columns",
-        "rows",
-        "dimensions",
-        "vocabulary",
-        "norm",
+        "missing", "many", "head", "unknown", "quantized", "columns", "rows", "dimensions",
+        "vocabulary", "norm",
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_tensors_are_named(
     folder: Path, change: Callable[[Tensors], object], message: str, size: int

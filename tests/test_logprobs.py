@@ -364,14 +364,11 @@ def test_rows_are_ascending_and_of_the_requests_that_ask(asked: list[tuple[int, 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, None),
-        ({"logprobs": 5}, (5, 0)),
-        ({"logprobs": 0}, (0, 0)),
-        ({"logprobs": -1}, (0, ALL)),
-        ({"logprobs": 200}, (0, ALL)),
+        ({}, None), ({"logprobs": 5}, (5, 0)), ({"logprobs": 0}, (0, 0)),
+        ({"logprobs": -1}, (0, ALL)), ({"logprobs": 200}, (0, ALL)),
         ({"logprob_token_ids": [3, 4]}, (0, 2)),
     ],
-)
+)  # fmt: skip
 def test_uses_of_a_request(fields: dict[str, object], expected: tuple[int, int] | None) -> None:
     params = SamplingParams(**fields)  # type: ignore[arg-type]
     for index in range(2):

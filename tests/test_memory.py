@@ -54,12 +54,9 @@ def count(config: Config, *groups: KVGroup) -> tuple[int, ...]:
 
     groups = groups or (FULL,)
     demand = CacheDemand(
-        groups=groups,
-        block_bytes=(3 * MIB,) * len(groups),
-        block_size=16,
-        max_num_seqs=4,
+        groups=groups, block_bytes=(3 * MIB,) * len(groups), block_size=16, max_num_seqs=4,
         max_chunk=64,
-    )
+    )  # fmt: skip
     return count_blocks(config, CPU, demand, 1000, available_bytes(config, CPU, no_step))
 
 

@@ -167,12 +167,9 @@ def test_each_text_is_in_its_tokens(words: list[str], size: int) -> None:
 ADDING = ToolUse([{"name": "add", "parameters": {"type": "object"}}], "auto")
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TEXTS = [
-    "",
-    "Hello",
-    "<think>\nHm.\n</think>\n\nHello",
-    CALLED,
+    "", "Hello", "<think>\nHm.\n</think>\n\nHello", CALLED,
     f"<think>\nHm\n</think>\n{CALLED}{CALLED.replace('2', '3')}",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -228,15 +228,12 @@ async def scrape_text(*metrics: EngineMetrics, report: ExpertTokens | None = Non
     )
     engines = [
         SimpleNamespace(
-            number=number,
-            metrics=one,
-            scheduler=Scheduler(limits),
-            features=features,
+            number=number, metrics=one, scheduler=Scheduler(limits), features=features,
             stage_times=lambda: [StageTime(0.0, 0.0)] * 2,
             report=SimpleNamespace(device="cpu", dtype="", cache_dtype="", implementation=""),
         )
         for number, one in enumerate(metrics)
-    ]
+    ]  # fmt: skip
     frontend = SimpleNamespace(
         control=ModelControl([]),
         config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True,
@@ -285,13 +282,10 @@ async def test_each_engine_has_its_own_samples() -> None:
         if sample.value and "le" not in sample.labels and metric.name not in OF_SERVER
     }
     assert {name: sample.value for name, sample in found.items()} == {
-        "vllm:generation_tokens_total": 7,
-        "vllm:request_success_total": 3,
-        "vllm:e2e_request_latency_seconds_count": 1,
-        "vllm:e2e_request_latency_seconds_sum": 2,
-        "aioinfer:step_phase_seconds_count": 1,
-        "aioinfer:step_phase_seconds_sum": 0.5,
-    }
+        "vllm:generation_tokens_total": 7, "vllm:request_success_total": 3,
+        "vllm:e2e_request_latency_seconds_count": 1, "vllm:e2e_request_latency_seconds_sum": 2,
+        "aioinfer:step_phase_seconds_count": 1, "aioinfer:step_phase_seconds_sum": 0.5,
+    }  # fmt: skip
     assert {sample.labels["engine"] for sample in found.values()} == {"1"}
     running = metrics["vllm:num_requests_running"].samples
     assert [sample.labels["engine"] for sample in running] == ["0", "1"]

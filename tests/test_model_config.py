@@ -92,11 +92,8 @@ def test_what_transformers_writes(tmp_path: Path, family: str):
     found = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers)
     assert found == (512, 64, 96, 5 if family in SHARED_KV else 2)
     assert (config.num_heads, config.num_kv_heads, config.head_size, config.max_len) == (
-        8,
-        8 if family in SINGLE_HEADS else 2,
-        8 if family in NARROW_HEADS else 16,
-        512,
-    )
+        8, 8 if family in SINGLE_HEADS else 2, 8 if family in NARROW_HEADS else 16, 512,
+    )  # fmt: skip
     found = (config.tied_embeddings, config.dtype, config.rope.kind)
     assert found == (True, torch.float16, "proportional" if family == "gemma4_text" else "default")
 
@@ -124,11 +121,8 @@ def test_what_may_be_left_out(tmp_path: Path):
         ("Qwen2", {"sliding_window": 9, "use_sliding_window": True}, (None,) * 4),
         (
             "Qwen3",
-            {
-                "sliding_window": 9,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
+            {"sliding_window": 9, "use_sliding_window": True,
+             "layer_types": ["sliding_attention", "full_attention"] * 2},
             (9, None, 9, None),
         ),
         ("Gemma2", {}, (4096, None, 4096, None)),
@@ -149,7 +143,7 @@ def test_what_may_be_left_out(tmp_path: Path):
         ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_sliding_windows(
     tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
 ):
@@ -309,12 +303,9 @@ def test_ranks_that_divide_the_model(
     others: list[int],
 ):
     config = read(
-        tmp_path,
-        hidden_size=8 * heads,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        tmp_path, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads,
         intermediate_size=intermediate,
-    )
+    )  # fmt: skip
     for size in fitting:
         config.check_tensor_parallel(size)
     for size in others:

@@ -54,27 +54,18 @@ def longrope(original: int) -> dict[str, Any]:
 
 
 NEMOTRON_EXPERTS = {
-    "layers_block_type": ["full_attention", "moe", "linear_attention"],
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 48,
-    "routed_scaling_factor": 1.5,
-}
+    "layers_block_type": ["full_attention", "moe", "linear_attention"], "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 #: The shape of Gemma 4 31B: layers without a window have other KV heads, and keys as values.
 GEMMA4_31B: dict[str, Any] = {
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 0,
-    "attention_k_eq_v": True,
-    "num_key_value_heads": 4,
-    "num_global_key_value_heads": 2,
-}
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+    "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+}  # fmt: skip
 GEMMA4_EXPERTS: dict[str, Any] = {
-    "enable_moe_block": True,
-    "num_experts": 8,
-    "top_k_experts": 3,
-    "moe_intermediate_size": 24,
-}
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "ministral3": (

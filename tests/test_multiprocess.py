@@ -127,11 +127,8 @@ async def test_two_ranks_give_what_one_gives_and_are_idle_between(folder: Path, 
     report = await run.start()
     assert (report.num_blocks, report.block_size, report.max_model_len) == ((32,), 4, 128)
     assert [name for name, _ in report.phases] == [
-        "spawn workers",
-        "import",
-        "load weights",
-        "allocate, warm up",
-    ]
+        "spawn workers", "import", "load weights", "allocate, warm up",
+    ]  # fmt: skip
     assert run.progress[-1][1] == run.progress[-1][2]
     assert len(workers()) == 2
     assert listening_addresses(os.getpid()) <= before, "the ranks meet without a port"
@@ -463,12 +460,9 @@ def run_script(tmp_path: Path, folder: Path, then: str, **variables: str) -> sub
     laid_over = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     environment = {name: value for name, value in laid_over.items() if value}
     return subprocess.Popen(
-        [sys.executable, script, folder],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, script, folder], env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 #: What OpenMP shows of its variables, between two lines of a process each.

@@ -139,15 +139,12 @@ def test_what_is_not_supported(folders: tuple[Path, Path]) -> None:
     ("name", "tensor", "message"),
     [
         ("down_proj_scales", None, r"1 missing \(model.layers.0.mlp.experts.down_proj_scales\)"),
-        (
-            "gate_up_proj_blocks",
-            torch.zeros(8, 192, 2, 8, dtype=torch.uint8),
-            r"has the shape \[8, 192, 2, 8\]; by config.json it should be \[8, 192, 2, 16\]",
-        ),
+        ("gate_up_proj_blocks", torch.zeros(8, 192, 2, 8, dtype=torch.uint8),
+         r"has the shape \[8, 192, 2, 8\]; by config.json it should be \[8, 192, 2, 16\]"),
         ("down_proj_scales", torch.zeros(8, 64, 3), r"of the type F32; it should be one of U8"),
         ("down_proj_bias", torch.zeros(7, 64), r"the shape \[7, 64\]; by .* be \[8, 64\]"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tensors_are_named(
     folders: tuple[Path, Path], tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:

@@ -111,12 +111,9 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
     """Random requests by schemathesis, for half a minute at most. By hand, for thousands of cases
     and with a model: `scripts/check_requests.py`."""
     settings: dict[str, Any] = {
-        "server.files_folder": str(tmp_path),
-        "server.admin_key": "admin",
-        "server.api_keys": ["admin"],
-        "server.request_timeout_s": 20.0,
-        "logging.requests": False,
-    }
+        "server.files_folder": str(tmp_path), "server.admin_key": "admin",
+        "server.api_keys": ["admin"], "server.request_timeout_s": 20.0, "logging.requests": False,
+    }  # fmt: skip
     async with serve(**settings) as (_, _, url):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),

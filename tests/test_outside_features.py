@@ -55,11 +55,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "logit_bias": {8: 3.0, 9: 5.0}, "logprob_token_ids": WATCHED},
 ]
 ARGUMENTS: list[dict[str, Any]] = [
-    {"only_even": True},
-    {"watch_token": 65},
-    {},
-    {"only_even": True, "watch_token": 66},
-]
+    {"only_even": True}, {"watch_token": 65}, {}, {"only_even": True, "watch_token": 66},
+]  # fmt: skip
 
 
 def every_params() -> list[SamplingParams]:
@@ -156,17 +153,14 @@ def test_a_section_comes_back_for_each_token(llm: LLM, expected: list[Output]) -
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"scheduler__plan_ahead": False},
+        {}, {"scheduler__plan_ahead": False},
         {"scheduler__max_num_batched_tokens": 40, "cache__num_blocks": 24},
         {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2},
-        pytest.param(
-            {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
-            marks=pytest.mark.extended,
-        ),
+        pytest.param({"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+                     marks=pytest.mark.extended),
     ],
     ids=["together", "not planned ahead", "preempted", "two ranks", "two stages"],
-)
+)  # fmt: skip
 def test_every_way_gives_the_same(
     folder: Path, expected: list[Output], settings: dict[str, Any]
 ) -> None:

@@ -105,12 +105,9 @@ def count(model: Model, ids: list[int]) -> dict[int, int]:
 
 def render_in_reference(model: Model, chat: dict[str, Any]) -> str:
     return model.reference.apply_chat_template(
-        chat["messages"],
-        tools=chat.get("tools"),
-        add_generation_prompt=True,
-        tokenize=False,
+        chat["messages"], tools=chat.get("tools"), add_generation_prompt=True, tokenize=False,
         **chat.get("template_kwargs", {}),
-    )
+    )  # fmt: skip
 
 
 def encode_in_reference(model: Model, chat: dict[str, Any]) -> list[int]:

@@ -67,13 +67,10 @@ def test_what_the_folder_says(
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "pooling_mode_max_tokens"),
         ({"1_Pooling/config.json": CLS | {"pooling_mode_lasttoken": True}}, " and "),
         ({"1_Pooling/config.json": CLS | {"include_prompt": False}}, "include_prompt"),
-        (
-            {"modules.json": [*MODULES, module("Dense", "3_Dense")]},
-            "3_Dense has no model",
-        ),
+        ({"modules.json": [*MODULES, module("Dense", "3_Dense")]}, "3_Dense has no model"),
         ({"modules.json": [*MODULES, module("LSTM", "3_LSTM")]}, "LSTM"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, files: dict[str, Any], named: str
 ) -> None:
@@ -215,14 +212,10 @@ def embedding(value: Any) -> EmbeddingRequest:
 @pytest.mark.parametrize(
     ("value", "inputs"),
     [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-        (["a", [1]], ["a", [1]]),
-        ([1, "a"], [[1, "a"]]),
+        ("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [1]], ["a", [1]]), ([1, "a"], [[1, "a"]]),
     ],
-)
+)  # fmt: skip
 def test_inputs_one_by_one(value: Any, inputs: list[Any]) -> None:
     assert embedding(value).prompts() == inputs
 

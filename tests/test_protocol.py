@@ -48,13 +48,10 @@ class TestSampling:
         }  # fmt: skip
         params = SamplingParams(
             **completion(
-                **given,
-                logit_bias={"5": 1, "6": -2.5},
-                stop=["a", "b"],
-                stop_token_ids=[1, 2],
+                **given, logit_bias={"5": 1, "6": -2.5}, stop=["a", "b"], stop_token_ids=[1, 2],
                 include_stop_str_in_output=True,
             ).sampling_fields()
-        )
+        )  # fmt: skip
         for name, value in given.items():
             assert getattr(params, name) == pytest.approx(value, rel=1e-7), name
         assert params.logit_bias == {5: 1.0, 6: -2.5}
@@ -378,39 +375,27 @@ class TestChat:
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
-            ({"messages": []}, "messages"),
-            ({"messages": None}, "messages"),
-            ({"messages": "hello"}, "messages"),
-            ({"messages": ["hello"]}, "messages[0]"),
+            ({"messages": []}, "messages"), ({"messages": None}, "messages"),
+            ({"messages": "hello"}, "messages"), ({"messages": ["hello"]}, "messages[0]"),
             ({"messages": [*HELLO, {"role": "", "content": "x"}]}, "messages[1].role"),
             ({"messages": [{"content": "x"}]}, "messages[0].role"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-            (
-                {
-                    "messages": [
-                        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
-                    ]
-                },
-                "messages[0].content[0].image_url.url",
-            ),
-            (
-                {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-                "messages[0].content[0].text",
-            ),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+             "messages[0].content[0].image_url.url"),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+             "messages[0].content[0].text"),
             ({"max_completion_tokens": 0}, "max_completion_tokens"),
-            ({"logprobs": 3}, "logprobs"),
-            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"logprobs": 3}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
             ({"logprob_token_ids": [5]}, "logprob_token_ids"),
             ({"logprobs": True, "logprob_token_ids": [-5]}, "logprob_token_ids[0]"),
             ({"response_format": "json"}, "response_format"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-            ({"tools": "hammer"}, "tools"),
-            ({"tools": [3]}, "tools[0]"),
+            ({"tools": "hammer"}, "tools"), ({"tools": [3]}, "tools[0]"),
             ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ],
-    )
+    )  # fmt: skip
     def test_a_wrong_field_is_named(self, fields: dict[str, Any], param: str) -> None:
         assert (
             refused(json.dumps({"messages": HELLO} | fields).encode(), ChatRequest).param == param
@@ -419,12 +404,9 @@ class TestChat:
     def test_template_options(self) -> None:
         tools = [{"type": "function", "function": {"name": "f"}}]
         plain = {
-            "tools": None,
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "parse_special": False,
-            "template_kwargs": None,
-        }
+            "tools": None, "add_generation_prompt": True, "continue_final_message": False,
+            "parse_special": False, "template_kwargs": None,
+        }  # fmt: skip
         assert chat().template_options() == plain
         assert chat(parse_special=True).template_options() == plain | {"parse_special": True}
         assert chat(tools=tools).template_options() == plain | {"tools": tools}

@@ -43,45 +43,31 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "
 SCHEMES: list[tuple[dict[str, Any], Scheme]] = [
     (FP8, ScaledScheme("fp8")),
     ({**FP8, "activation_scheme": "static"}, ScaledScheme("fp8", inputs="static")),
-    (
-        {**FP8, "weight_block_size": [128, 64]},
-        ScaledScheme("fp8", (128, 64), scales="weight_scale_inv"),
-    ),
+    ({**FP8, "weight_block_size": [128, 64]},
+     ScaledScheme("fp8", (128, 64), scales="weight_scale_inv")),
     (compressed("float", "channel", token("float")), ScaledScheme("fp8")),
     (compressed("float", "tensor", token("float")), ScaledScheme("fp8")),
-    (
-        compressed("float", "tensor", token("float", dynamic=False)),
-        ScaledScheme("fp8", inputs="static"),
-    ),
+    (compressed("float", "tensor", token("float", dynamic=False)),
+     ScaledScheme("fp8", inputs="static")),
     (compressed("float", "channel", None), ScaledScheme("fp8", inputs="none")),
-    (
-        compressed("float", "block", token("float"), block_structure=[128, 128]),
-        ScaledScheme("fp8", (128, 128)),
-    ),
+    (compressed("float", "block", token("float"), block_structure=[128, 128]),
+     ScaledScheme("fp8", (128, 128))),
     (compressed("int", "channel", token("int")), ScaledScheme("int8")),
-    (
-        compressed("int", "tensor", token("int", dynamic=False)),
-        ScaledScheme("int8", inputs="static"),
-    ),
+    (compressed("int", "tensor", token("int", dynamic=False)),
+     ScaledScheme("int8", inputs="static")),
     (group(integers(4, group_size=32)), GroupScheme("packed", 4, 32, False)),
     (group(integers(8, "channel")), GroupScheme("packed", 8, None, False)),
-    (
-        group(integers(4, group_size=128, symmetric=False, actorder="group")),
-        GroupScheme("packed", 4, 128, True, has_order=True),
-    ),
+    (group(integers(4, group_size=128, symmetric=False, actorder="group")),
+     GroupScheme("packed", 4, 128, True, has_order=True)),
     (group(integers(4, group_size=128, actorder="weight")), GroupScheme("packed", 4, 128, False)),
     (GPTQ, GroupScheme("gptq", 4, 128, False)),
-    (
-        {**GPTQ, "bits": 8, "group_size": -1, "desc_act": True, "sym": False},
-        GroupScheme("gptq", 8, None, True, has_order=True),
-    ),
+    ({**GPTQ, "bits": 8, "group_size": -1, "desc_act": True, "sym": False},
+     GroupScheme("gptq", 8, None, True, has_order=True)),
     ({**GPTQ, "checkpoint_format": "gptq_v2"}, GroupScheme("gptq_v2", 4, 128, False)),
     (AWQ, GroupScheme("awq", 4, 64, True)),
-    (
-        {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False},
-        GroupScheme("awq", 4, 32, False),
-    ),
-]
+    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False},
+     GroupScheme("awq", 4, 32, False)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("found", "scheme"), SCHEMES)

@@ -163,12 +163,9 @@ async def test_real_weights_over_two_nodes(pair: Cluster) -> None:
         SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[28, 33, 216]),
     ]
     common = {
-        "cache.num_blocks": 64,
-        "scheduler.max_num_seqs": 4,
-        "parallel.cpu_threads": 1,
-        "model.max_model_len": 256,
-        "model.quantization": "none",
-    }
+        "cache.num_blocks": 64, "scheduler.max_num_seqs": 4, "parallel.cpu_threads": 1,
+        "model.max_model_len": 256, "model.quantization": "none",
+    }  # fmt: skip
 
     def tokens(**more: Any) -> list[list[int]]:
         given = {"parallel." + name: value for name, value in more.items()}

@@ -38,12 +38,9 @@ class SymbolicExecutor:
     def __init__(self, config: Config):
         limits = config.scheduler
         self._worker = SymbolicWorker(
-            (ONE_GROUP,),
-            (NUM_BLOCKS,),
-            BLOCK_SIZE,
-            limits.max_num_seqs,
+            (ONE_GROUP,), (NUM_BLOCKS,), BLOCK_SIZE, limits.max_num_seqs,
             limits.max_num_batched_tokens,
-        )
+        )  # fmt: skip
         self._is_dead = False
         self.on_post: Callable[[], object] = lambda: None
 
@@ -84,13 +81,10 @@ class Fleet:
     async def launch(cls, engines: int, **settings: Any) -> Fleet:
         ahead = planning_ahead(settings)
         usual = {
-            "parallel.data_parallel_size": engines,
-            "parallel.restart_workers": 0,
-            "model.tokenizer": "none",
-            "model.max_model_len": MAX_LEN,
-            "scheduler.max_num_seqs": 4,
+            "parallel.data_parallel_size": engines, "parallel.restart_workers": 0,
+            "model.tokenizer": "none", "model.max_model_len": MAX_LEN, "scheduler.max_num_seqs": 4,
             "scheduler.max_num_batched_tokens": 24,
-        }
+        }  # fmt: skip
         changes = {name.replace("__", "."): value for name, value in settings.items()}
         config = await asyncio.to_thread(load_config, CONFIG, usual | changes)
         executors = [SymbolicExecutor(config) for _ in range(engines)]

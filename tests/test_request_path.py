@@ -311,26 +311,17 @@ def fields_of(options: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]
 
 #: What passes alone, so that many extremes mostly pass together; the test above has the others.
 PASSING: dict[str, list[Any]] = {
-    "temperature": [0, 1e-46, 1e-5, 1.1e-5, 1, 100],
-    "top_p": [2.0**-126, 1e-30, 0.5, 1 - 1e-9, 1],
-    "min_p": [0, 1e-46, 2.0**-126, 1e-30, 1],
-    "repetition_penalty": [0.01, 0.5, 1, 100],
-    "presence_penalty": [-2, 1e-46, 2],
-    "frequency_penalty": [-2, 1e-46, 2],
-    "top_k": [-1, 0, 1, VOCAB_SIZE, 2**31 - 1],
-    "n": [1, 2, 40, MAX_N],
-    "seed": [-(2**63), 0, 2**63 - 1],
-    "max_tokens": [1, 2, 5],
-    "min_tokens": [0, 1],
-    "ignore_eos": [True, False],
-    "stream": [True, False],
-    "include_stop_str_in_output": [True],
-    "timeout_s": [60, 1e300],
-    "logit_bias": LISTS["logit_bias"][4:12],
+    "temperature": [0, 1e-46, 1e-5, 1.1e-5, 1, 100], "top_p": [2.0**-126, 1e-30, 0.5, 1 - 1e-9, 1],
+    "min_p": [0, 1e-46, 2.0**-126, 1e-30, 1], "repetition_penalty": [0.01, 0.5, 1, 100],
+    "presence_penalty": [-2, 1e-46, 2], "frequency_penalty": [-2, 1e-46, 2],
+    "top_k": [-1, 0, 1, VOCAB_SIZE, 2**31 - 1], "n": [1, 2, 40, MAX_N],
+    "seed": [-(2**63), 0, 2**63 - 1], "max_tokens": [1, 2, 5], "min_tokens": [0, 1],
+    "ignore_eos": [True, False], "stream": [True, False], "include_stop_str_in_output": [True],
+    "timeout_s": [60, 1e300], "logit_bias": LISTS["logit_bias"][4:12],
     "stop_token_ids": [[5], list(range(MAX_STOP_TOKEN_IDS))],
     "stop": ["x" * MAX_STOP_CHARS, ["x"] * MAX_STOPS, ["y" * (MAX_STOP_CHARS // MAX_STOPS)]],
     "prompt": ["x", [5], [5] * (MAX_MODEL_LEN - 5), [0, VOCAB_SIZE - 1], ["a", "b"], [[5], [6, 7]]],
-}
+}  # fmt: skip
 
 
 def deep(depth: int) -> dict[str, Any]:
@@ -376,20 +367,14 @@ TEMPLATE_FIELDS: dict[str, list[Any]] = {
 #: Fields of both kinds of bodies, and of one.
 FLAGS: dict[str, list[Any]] = {
     "stream_options": [{}, {"include_usage": True}, {"include_usage": 5}, []],
-    "user": ["x" * 100_000, 5],
-    "model": ["x" * 100_000, 5],
-    "skip_special_tokens": [True, False, 0],
-    "include_stop_str_in_output": [True, False, 0],
-    "stream": [True, False, "x"],
-    "ignore_eos": [True, False, "x"],
-}
+    "user": ["x" * 100_000, 5], "model": ["x" * 100_000, 5],
+    "skip_special_tokens": [True, False, 0], "include_stop_str_in_output": [True, False, 0],
+    "stream": [True, False, "x"], "ignore_eos": [True, False, "x"],
+}  # fmt: skip
 COMPLETION_FLAGS: dict[str, list[Any]] = {
-    "best_of": [-1, 1, 2, 2**31],
-    "echo": [True, False, 0],
-    "suffix": ["", "x"],
-    "add_special_tokens": [True, False, 0],
-    "return_token_ids": [True, False, 0],
-}
+    "best_of": [-1, 1, 2, 2**31], "echo": [True, False, 0], "suffix": ["", "x"],
+    "add_special_tokens": [True, False, 0], "return_token_ids": [True, False, 0],
+}  # fmt: skip
 CHAT_FLAGS: dict[str, list[Any]] = {
     "top_logprobs": [-1, 0, 20, 21, 2**31],
     "max_completion_tokens": [0, 1, 2**31 - 1, 2**31],

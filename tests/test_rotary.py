@@ -70,11 +70,8 @@ def load_theirs(folder: Path) -> LlamaConfig:
         ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 1}, "rope_theta": 100.0}, 16_384),
         (
             {
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": None,
-                    "original_max_position_embeddings": 512,
-                }
+                "rope_scaling": {"type": "yarn", "factor": None,
+                                 "original_max_position_embeddings": 512},
             },
             4096,
         ),
@@ -87,7 +84,7 @@ def load_theirs(folder: Path) -> LlamaConfig:
         ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_variants_equal_transformers(tmp_path: Path, fields: dict[str, Any], longest: int):
     config = read(tmp_path, **fields)
     theirs = load_theirs(tmp_path)
@@ -252,22 +249,15 @@ def test_scores_depend_on_distances_alone():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"rope_scaling": {"rope_type": "axial", "factor": 2}},
-            "'axial' is not supported.*yarn",
-        ),
-        (
-            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 64}},
-            "'longrope' lacks 'long_factor'",
-        ),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2}}, "'axial' is not supported.*yarn"),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 64}},
+         "'longrope' lacks 'long_factor'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks 'factor'"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
-            "'llama3' lacks 'low_freq_factor'",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+         "'llama3' lacks 'low_freq_factor'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_variants_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, **fields)

@@ -27,12 +27,9 @@ class Fleet:
 
     def __init__(self, count: int, **limits: int):
         defaults = {
-            "num_blocks": 4096,
-            "block_size": BLOCK,
-            "max_num_seqs": 256,
-            "token_budget": 8192,
+            "num_blocks": 4096, "block_size": BLOCK, "max_num_seqs": 256, "token_budget": 8192,
             "prefill_cap": 8192,
-        }
+        }  # fmt: skip
         self.engines = [Harness(**(defaults | limits)) for _ in range(count)]
         self.schedulers = [engine.scheduler for engine in self.engines]
         self.router = Router(self.schedulers)

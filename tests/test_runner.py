@@ -47,12 +47,9 @@ class Model(NamedTuple):
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         ids = torch.tensor([prompt])
         output = self.theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=count,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count,
             max_new_tokens=count,
-        )
+        )  # fmt: skip
         return output[0, len(prompt) :].tolist()
 
 

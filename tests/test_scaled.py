@@ -349,16 +349,12 @@ def convert(name: str, dtype: torch.dtype) -> Callable[[Tensors], Any]:
         (convert(f"{DOWN}.weight", torch.bfloat16), f"tensor {DOWN}.weight .* BF16; .* F8_E4M3"),
         (convert(f"{DOWN}.weight_scale", torch.int32), f"tensor {DOWN}.weight_scale .* I32; "),
         (lambda tensors: tensors.pop(f"{DOWN}.weight_scale"), f"1 missing .{DOWN}.weight_scale"),
-        (
-            lambda tensors: tensors.update({f"{DOWN}.weight_scale": torch.ones(3)}),
-            rf"tensor {DOWN}.weight_scale has the shape \[3\]; .* \[64\]",
-        ),
-        (
-            lambda tensors: tensors.update({f"{DOWN}.zero_point": torch.ones(3)}),
-            f"1 unknown .{DOWN}.zero_point",
-        ),
+        (lambda tensors: tensors.update({f"{DOWN}.weight_scale": torch.ones(3)}),
+         rf"tensor {DOWN}.weight_scale has the shape \[3\]; .* \[64\]"),
+        (lambda tensors: tensors.update({f"{DOWN}.zero_point": torch.ones(3)}),
+         f"1 unknown .{DOWN}.zero_point"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(
     how: Callable[[Tensors], Any], message: str, tmp_path: Path
 ) -> None:

@@ -175,14 +175,11 @@ def test_a_new_owner_with_the_same_parameters_starts_afresh() -> None:
         slots,
         make_plan(
             admit(
-                0,
-                [9, 9, 9],
-                logit_bias={1: 5.0, 2: 5.0, 3: 5.0},
-                banned=(4, 5, 6),
+                0, [9, 9, 9], logit_bias={1: 5.0, 2: 5.0, 3: 5.0}, banned=(4, 5, 6),
                 **sampling_flags,
             )
         ),
-    )
+    )  # fmt: skip
     apply(slots, make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **sampling_flags)))
     expected = torch.ones(VOCAB)
     expected[7], expected[8], expected[4] = 0.0, 2.0, -torch.inf
@@ -276,12 +273,9 @@ def test_sampled_tokens_are_written_and_counted() -> None:
 def test_reset_leaves_no_trace() -> None:
     slots = make_slots()
     sampling_flags: dict[str, Any] = {
-        "logit_bias": {1: 1.0},
-        "frequency_penalty": 1.0,
-        "min_tokens": 4,
-        "logprobs": 2,
+        "logit_bias": {1: 1.0}, "frequency_penalty": 1.0, "min_tokens": 4, "logprobs": 2,
         "top_p": 0.5,
-    }
+    }  # fmt: skip
     apply(
         slots,
         make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **sampling_flags), growth=[(1, 0, 3)]),

@@ -13,18 +13,9 @@ from aioinfer.startup import StartupDisplay
 
 def make_report(number: int, groups: tuple[KVGroup, ...], *num_blocks: int) -> WorkerReport:
     return WorkerReport(
-        "cpu",
-        "float32",
-        2**20,
-        2**30,
-        16,
-        groups,
-        num_blocks,
-        900 - number,
-        "reason",
-        [("load weights", 1.0 + number)],
-        implementation="Triton kernels",
-    )
+        "cpu", "float32", 2**20, 2**30, 16, groups, num_blocks, 900 - number, "reason",
+        [("load weights", 1.0 + number)], implementation="Triton kernels",
+    )  # fmt: skip
 
 
 def shown_for(reports: list[WorkerReport], capsys: pytest.CaptureFixture[str]) -> str:

@@ -230,14 +230,11 @@ def test_places_are_those_of_the_results_rows(data) -> None:
     budget = draw(st.integers(1, 24), "budget")
     stages = draw(st.sampled_from([1, 2]), "stages")
     harness = TagHarness(
-        depth=stages + 1,
-        num_stages=stages,
-        token_budget=budget,
-        prefill_cap=budget,
+        depth=stages + 1, num_stages=stages, token_budget=budget, prefill_cap=budget,
         num_blocks=draw(st.integers(9, 40), "blocks"),
         max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
         prefix_caching=draw(st.booleans(), "caching"),
-    )
+    )  # fmt: skip
     requests = []
     for number in range(draw(st.integers(1, 9), "arrivals")):
         kinds = Tagged(number), Tagged(number, all_rows=True), Tagged(number, extra=3 * number)

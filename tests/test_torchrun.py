@@ -71,13 +71,10 @@ ONE_HOST = ("--nproc-per-node", "2", "--master-port", "0")
 def start(*arguments: Any, options: Sequence[str] = ONE_HOST) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     return subprocess.Popen(
-        [*torchrun, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [*torchrun, *map(str, arguments)], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def write_script(script: Path, settings: dict[str, Any]) -> None:

@@ -30,19 +30,13 @@ _LATENT: dict[str, Any] = {
 #: Fields of latent attention and experts that Kimi-Linear names otherwise.
 _KIMI_OWN = ("head_dim", "n_routed_experts", "first_k_dense_replace")
 _DELTA_NET: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "head_dim": 16,
-}
+}  # fmt: skip
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 16,
-    "mamba_d_head": 8,
-    "mamba_d_state": 12,
-    "mamba_n_groups": 2,
-}
+    "mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 12, "mamba_n_groups": 2,
+}  # fmt: skip
 _QWEN_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,

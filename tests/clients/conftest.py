@@ -89,13 +89,10 @@ def _wait(process: subprocess.Popen[bytes], log: Path) -> str:
 #: A function whose arguments a small model can write: every value is bounded.
 WEATHER: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Paris", "Rome"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]},
+                   "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"], "additionalProperties": False,
+}  # fmt: skip
 QUESTION = "What is the weather in Paris for the next three days?"
 
 

@@ -41,13 +41,9 @@ def length(mode: Mode) -> dict[str, int]:
 @pytest.mark.parametrize("mode", MODES)
 def test_create(server: Server, mode: Mode) -> None:
     found = make_client(server, mode).chat.completions.create(
-        model=server.model,
-        messages=MESSAGES,
-        response_model=Weather,
-        temperature=0,
-        max_retries=0,
+        model=server.model, messages=MESSAGES, response_model=Weather, temperature=0, max_retries=0,
         **length(mode),
-    )
+    )  # fmt: skip
     assert isinstance(found, Weather)
 
 
@@ -74,13 +70,9 @@ def test_json_by_words(server: Server) -> None:
     client.on("completion:response", seen.append)
     with contextlib.suppress(InstructorRetryException, IncompleteOutput):
         client.chat.completions.create(
-            model=server.model,
-            messages=MESSAGES,
-            response_model=Weather,
-            temperature=0,
-            max_tokens=40,
-            max_retries=0,
-        )
+            model=server.model, messages=MESSAGES, response_model=Weather, temperature=0,
+            max_tokens=40, max_retries=0,
+        )  # fmt: skip
     assert seen[0].choices[0].message.content.lstrip().startswith("{")
 
 
@@ -111,9 +103,6 @@ def test_anthropic(server: Server) -> None:
 def test_a_cut_answer_is_recognised(server: Server) -> None:
     with pytest.raises(IncompleteOutput):
         make_client(server, Mode.TOOLS).chat.completions.create(
-            model=server.model,
-            messages=MESSAGES,
-            response_model=Weather,
-            max_tokens=3,
+            model=server.model, messages=MESSAGES, response_model=Weather, max_tokens=3,
             max_retries=0,
-        )
+        )  # fmt: skip

@@ -30,14 +30,9 @@ class Answer(BaseModel):
 
 def options(server: Server, provider: str = "openai", **further: Any) -> dict[str, Any]:
     return {
-        "model": f"{provider}/{server.model}",
-        "api_base": server.url + PROVIDERS[provider],
-        "api_key": "none",
-        "temperature": 0,
-        "max_tokens": 48,
-        "num_retries": 0,
-        "max_retries": 0,
-    } | further
+        "model": f"{provider}/{server.model}", "api_base": server.url + PROVIDERS[provider],
+        "api_key": "none", "temperature": 0, "max_tokens": 48, "num_retries": 0, "max_retries": 0,
+    } | further  # fmt: skip
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -64,13 +59,9 @@ def test_usage_of_a_stream(server: Server) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls(server: Server, provider: str, choice: Any) -> None:
     asked = options(
-        server,
-        provider,
-        messages=[{"role": "user", "content": QUESTION}],
-        tools=TOOLS,
-        tool_choice=choice,
-        parallel_tool_calls=False,
-    )
+        server, provider, messages=[{"role": "user", "content": QUESTION}], tools=TOOLS,
+        tool_choice=choice, parallel_tool_calls=False,
+    )  # fmt: skip
     reply: Any = litellm.completion(**asked)
     message = reply.choices[0].message
     (call,) = message.tool_calls
@@ -126,42 +117,28 @@ def test_text_completion(server: Server) -> None:
 
 def test_embeddings_and_rerank(server: Server) -> None:
     reply: Any = litellm.embedding(
-        model=f"openai/{server.model}",
-        api_base=server.base,
-        api_key="none",
-        input=["a river", "a stream"],
-        encoding_format="float",
-    )
+        model=f"openai/{server.model}", api_base=server.base, api_key="none",
+        input=["a river", "a stream"], encoding_format="float",
+    )  # fmt: skip
     assert [len(entry["embedding"]) for entry in reply.data] == [576, 576]
     ranked: Any = litellm.rerank(
-        model=f"hosted_vllm/{server.model}",
-        api_base=server.url,
-        api_key="none",
-        query="a river",
-        documents=["a stream", "a car"],
-        top_n=1,
-    )
+        model=f"hosted_vllm/{server.model}", api_base=server.url, api_key="none", query="a river",
+        documents=["a stream", "a car"], top_n=1,
+    )  # fmt: skip
     assert len(ranked.results) == 1
 
 
 def test_other_apis(server: Server) -> None:
     """Responses, and Anthropic's messages, by the same client."""
     made: Any = litellm.responses(
-        model=f"openai/{server.model}",
-        api_base=server.base,
-        api_key="none",
-        input="What is the capital of France?",
-        max_output_tokens=32,
-    )
+        model=f"openai/{server.model}", api_base=server.base, api_key="none",
+        input="What is the capital of France?", max_output_tokens=32,
+    )  # fmt: skip
     assert "Paris" in made.output_text
     asked = {
-        "model": f"anthropic/{server.model}",
-        "api_base": server.url,
-        "api_key": "none",
-        "messages": MESSAGES,
-        "max_tokens": 64,
-        "temperature": 0,
-    }
+        "model": f"anthropic/{server.model}", "api_base": server.url, "api_key": "none",
+        "messages": MESSAGES, "max_tokens": 64, "temperature": 0,
+    }  # fmt: skip
     reply: Any = litellm.completion(**asked)
     assert "Paris" in reply.choices[0].message.content
     streamed: Any = litellm.completion(**asked, stream=True)

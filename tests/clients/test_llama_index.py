@@ -21,12 +21,9 @@ class Weather(BaseModel):
 
 def make_llm(server: Server, **options: Any) -> OpenAILike:
     usual: dict[str, Any] = {
-        "is_chat_model": True,
-        "is_function_calling_model": True,
-        "max_tokens": 64,
-        "temperature": 0,
-        "context_window": 2048,
-    }
+        "is_chat_model": True, "is_function_calling_model": True, "max_tokens": 64,
+        "temperature": 0, "context_window": 2048,
+    }  # fmt: skip
     return OpenAILike(model=server.model, api_base=server.base, api_key="none", **(usual | options))
 
 

@@ -72,13 +72,9 @@ def evaluate(server: Server, tasks: TaskManager, task: str, **options: Any) -> A
     path = "chat/completions" if "chat" in kind else "completions"
     arguments = {"model": server.model, "base_url": f"{server.base}/{path}"} | options
     return lm_eval.simple_evaluate(
-        model=kind,
-        model_args={"max_retries": 1, "max_length": 512, **arguments},
-        tasks=[task],
-        task_manager=tasks,
-        apply_chat_template="chat" in kind,
-        bootstrap_iters=0,
-    )
+        model=kind, model_args={"max_retries": 1, "max_length": 512, **arguments}, tasks=[task],
+        task_manager=tasks, apply_chat_template="chat" in kind, bootstrap_iters=0,
+    )  # fmt: skip
 
 
 REMOTE = {"tokenizer_backend": "remote", "tokenized_requests": True}
@@ -94,13 +90,9 @@ def test_log_likelihoods(server: Server, tasks: TaskManager, further: dict[str, 
         assert all(score < 0 for ((score, _),) in sample["resps"])
     # one of them, asked for without lm-eval
     reply = server.post(
-        "/v1/completions",
-        prompt="The capital of France is Paris",
-        max_tokens=1,
-        echo=True,
-        logprobs=1,
-        temperature=0,
-    )
+        "/v1/completions", prompt="The capital of France is Paris", max_tokens=1, echo=True,
+        logprobs=1, temperature=0,
+    )  # fmt: skip
     entries = reply["choices"][0]["logprobs"]
     samples = found["samples"]["choose"]
     france = next(sample for sample in samples if sample["doc"]["country"] == "France")

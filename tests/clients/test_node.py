@@ -18,11 +18,7 @@ def test_node(server: Server, request: pytest.FixtureRequest) -> None:
     shutil.copy(tests, folder)  # node looks for packages from there upwards
     address = {"AIOINFER_URL": server.url, "AIOINFER_MODEL": server.model}
     done = subprocess.run(
-        ["node", "--test", tests.name],
-        cwd=folder,
-        env=os.environ | address,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+        ["node", "--test", tests.name], cwd=folder, env=os.environ | address, capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -17,15 +17,9 @@ from triton.experimental.gluon import language as gl
 from tests.compiled.hopper import SHARED_MEMORY, box, check_fits, compile_gluon
 
 POINTERS = {
-    "q": "*bf16",
-    "out": "*bf16",
-    "block_tables": "*i32",
-    "query_starts": "*i32",
-    "seq_lens": "*i32",
-    "plan": "*i32",
-    "scales": "*fp32",
-    "sinks": "*fp32",
-}
+    "q": "*bf16", "out": "*bf16", "block_tables": "*i32", "query_starts": "*i32",
+    "seq_lens": "*i32", "plan": "*i32", "scales": "*fp32", "sinks": "*fp32",
+}  # fmt: skip
 NUMBERS = dict.fromkeys(("scale", "soft_cap"), "fp32")
 NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks")
 
@@ -59,14 +53,10 @@ def check(kernel: CompiledKernel) -> None:
 @pytest.mark.parametrize(
     NAMES,
     [
-        (64, 64, 0, False, False),
-        (64, 128, 128, False, True),
-        (128, 64, 0, False, False),
-        (128, 128, 0, False, False),
-        (128, 128, 100, True, True),
-        (256, 64, 0, False, False),
+        (64, 64, 0, False, False), (64, 128, 128, False, True), (128, 64, 0, False, False),
+        (128, 128, 0, False, False), (128, 128, 100, True, True), (256, 64, 0, False, False),
     ],
-)
+)  # fmt: skip
 def test_every_supported_shape_compiles(
     head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool
 ) -> None:

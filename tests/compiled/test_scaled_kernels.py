@@ -72,13 +72,10 @@ def test_products_of_many_rows(
 @pytest.mark.parametrize(
     ("kind", "run", "gated", "features", "inputs"),
     [
-        (FP8, 1, True, 12288, 4096),
-        (FP8, 1, False, 4096, 12288),
-        (FP8, 8, True, 12288, 4096),
-        (FP8, 128, False, 4096, 12288),
-        (INT8, 1, False, 6144, 4096),
+        (FP8, 1, True, 12288, 4096), (FP8, 1, False, 4096, 12288), (FP8, 8, True, 12288, 4096),
+        (FP8, 128, False, 4096, 12288), (INT8, 1, False, 6144, 4096),
     ],
-)
+)  # fmt: skip
 def test_products_of_few_rows(
     rows: int, kind: str, run: int, gated: bool, features: int, inputs: int
 ) -> None:

@@ -111,12 +111,9 @@ class Page:
         headers = [{"name": "Content-Type", "value": content_type}]
         data = base64.b64encode(body).decode()
         await self.send(
-            "Fetch.fulfillRequest",
-            requestId=request,
-            responseCode=status,
-            responseHeaders=headers,
+            "Fetch.fulfillRequest", requestId=request, responseCode=status, responseHeaders=headers,
             body=data,
-        )
+        )  # fmt: skip
 
     async def attach(self) -> None:
         """Opens an empty page and watches it."""
@@ -227,12 +224,9 @@ async def open_page(folder: Path) -> AsyncIterator[Page]:
     """Starts a browser with an empty profile in `folder`, and ends it."""
     assert EXECUTABLE is not None
     process = await asyncio.create_subprocess_exec(
-        EXECUTABLE,
-        *_FLAGS,
-        f"--user-data-dir={folder}",
-        stdout=asyncio.subprocess.DEVNULL,
+        EXECUTABLE, *_FLAGS, f"--user-data-dir={folder}", stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-    )
+    )  # fmt: skip
     assert process.stderr is not None
     try:
         url = ""

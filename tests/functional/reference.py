@@ -55,12 +55,9 @@ class Reference:
         mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
         with torch.inference_mode():
             output = self.model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
                 pad_token_id=0,
-            )
+            )  # fmt: skip
         ends = self.model.generation_config.eos_token_id
         return [
             _until_end(row, ends if isinstance(ends, list) else [ends])

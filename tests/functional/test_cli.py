@@ -21,12 +21,9 @@ from tests.functional.conftest import SMOLLM2, Served
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "parallel.executor=inline",
-    "parallel.cpu_threads=1",
-    "cache.num_blocks=64",
-    "model.max_model_len=256",
-    "scheduler.max_num_seqs=4",
-)
+    "parallel.executor=inline", "parallel.cpu_threads=1", "cache.num_blocks=64",
+    "model.max_model_len=256", "scheduler.max_num_seqs=4",
+)  # fmt: skip
 OPTIONS = [SMOLLM2, *(word for setting in SETTINGS for word in ("--set", setting))]
 
 
@@ -85,11 +82,8 @@ def test_a_batch_that_is_killed_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 async def chat(served: Served, text: str, *words: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *command("chat", "--url", served.url, "--temperature", "0", "--max-tokens", "12", *words),
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     output, errors = await process.communicate(text.encode())
     return process.returncode or 0, output.decode(), errors.decode()
 

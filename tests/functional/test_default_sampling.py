@@ -15,12 +15,9 @@ from tests.functional.conftest import SMOLLM2, serve
 PROMPT = "The capital of France is"
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_k": 5, "max_tokens": 6}
 SETTINGS: dict[str, Any] = {
-    "model.path": SMOLLM2,
-    "model.max_model_len": 256,
-    "cache.num_blocks": 40,
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-}
+    "model.path": SMOLLM2, "model.max_model_len": 256, "cache.num_blocks": 40,
+    "parallel.executor": "inline", "parallel.cpu_threads": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -256,18 +256,12 @@ def test_siblings_share_a_prompt(usual, prompts, expected):
     "settings",
     [
         pytest.param({}, id="one rank"),
-        pytest.param(
-            {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 3},
-            marks=pytest.mark.extended,
-            id="tensor parallel",
-        ),
-        pytest.param(
-            {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
-            marks=pytest.mark.extended,
-            id="pipeline parallel",
-        ),
+        pytest.param({"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 3},
+                     marks=pytest.mark.extended, id="tensor parallel"),
+        pytest.param({"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+                     marks=pytest.mark.extended, id="pipeline parallel"),
     ],
-)
+)  # fmt: skip
 def test_prompts_that_share_part_of_a_block(prompts, settings):
     """A part of a block that an earlier prompt computed is copied, and gives the same tokens."""
     text = [token for prompt in prompts[20:] for token in prompt]

@@ -29,13 +29,9 @@ VOCAB = 512
 NEW_TOKENS = 20
 LENGTHS = (1, 8, 21, 60, 75)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {},
-    "deepseek_v3": {},
-    "glm4_moe": {},
-    "mixtral": {"num_local_experts": 5},
-    "qwen2_moe": {},
-    "qwen3_moe": {},
-}
+    "deepseek_v2": {}, "deepseek_v3": {}, "glm4_moe": {}, "mixtral": {"num_local_experts": 5},
+    "qwen2_moe": {}, "qwen3_moe": {},
+}  # fmt: skip
 
 
 def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -47,12 +43,9 @@ def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     for prompt in prompts:
         ids = torch.tensor([prompt])
         found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
             eos_token_id=None,
-        )
+        )  # fmt: skip
         tokens.append(found[0, len(prompt) :].tolist())
     return tokens
 
@@ -69,13 +62,10 @@ def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
 def start(folder: Path, **settings: Any) -> LLM:
     """Starts two workers, with prompts in chunks."""
     values = {
-        "parallel__device": "cpu",
-        "parallel__cpu_threads": 1,
-        "parallel__executor": "multiprocess",
-        "parallel__expert_parallel": True,
-        "model__max_model_len": 512,
+        "parallel__device": "cpu", "parallel__cpu_threads": 1, "parallel__executor": "multiprocess",
+        "parallel__expert_parallel": True, "model__max_model_len": 512,
         "scheduler__max_num_batched_tokens": 32,
-    }
+    }  # fmt: skip
     return LLM(str(folder), settings=engine_settings(**values | settings), progress=False)
 
 

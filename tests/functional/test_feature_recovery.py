@@ -43,33 +43,23 @@ BASE = {
 REGEX = GrammarSpec("regex", r"([\x01-\x08][\x10-\x1f]){20}")
 #: By the feature, and what a request asks of it.
 CASES: dict[str, dict[str, Any]] = {
-    "nothing": {"temperature": 1.0},
-    "masks, a grammar": {"temperature": 1.0, "grammar": REGEX},
+    "nothing": {"temperature": 1.0}, "masks, a grammar": {"temperature": 1.0, "grammar": REGEX},
     "masks, allowed tokens": {"temperature": 0.9, "allowed_token_ids": range(9, 70), "n": 2},
     "logprobs, the likeliest": {"temperature": 1.0, "logprobs": 3, "frequency_penalty": 1.0},
     "logprobs, named tokens": {"temperature": 1.0, "logprob_token_ids": (5, 77)},
     "logprobs, all tokens": {"temperature": 1.0, "logprobs": -1},
     "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 4, "n": 2},
-    "pooled_states, last": {"pooling": "last"},
-    "pooled_states, mean": {"pooling": "mean"},
-    "pooled_states, cls": {"pooling": "cls"},
-    "token_states": {"pooling": "all"},
+    "pooled_states, last": {"pooling": "last"}, "pooled_states, mean": {"pooling": "mean"},
+    "pooled_states, cls": {"pooling": "cls"}, "token_states": {"pooling": "all"},
     "prompt_progress": {"temperature": 0.0, "reports_progress": True},
-    "expert_load": {"temperature": 0.0},
-    "adapters": {"temperature": 1.0, "adapter": "one"},
+    "expert_load": {"temperature": 0.0}, "adapters": {"temperature": 1.0, "adapter": "one"},
     "only_even": {"temperature": 1.0, "extra_args": {"only_even": True}},
     "watch_token": {"temperature": 1.0, "extra_args": {"watch_token": 17}},
-    "together": {
-        "temperature": 1.0,
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-        "grammar": REGEX,
-        "repetition_penalty": 1.3,
-        "extra_args": {"watch_token": 17, "only_even": False},
-        "n": 2,
-    },
+    "together": {"temperature": 1.0, "logprobs": 2, "prompt_logprobs": 1, "grammar": REGEX,
+                 "repetition_penalty": 1.3, "extra_args": {"watch_token": 17, "only_even": False},
+                 "n": 2},
     "beam search": {"temperature": 0.0, "beam_search": BeamSearch(3), "n": 2, "logprobs": 2},
-}
+}  # fmt: skip
 #: Beams are of a beam search; functional/test_speculation.py has losses under speculation.
 #: functional/test_kv_store.py has losses under the store of KV. Pictures and soft prompts need
 #: models of their own; what their halves keep, the prefix cache and embeddings, is lost as here.

@@ -485,15 +485,12 @@ class TestPaths:
     @pytest.mark.parametrize(
         ("path", "meant"),
         [
-            ("/messages", "/v1/messages"),
-            ("/embeddings", "/v1/embeddings"),
-            ("/v1/v1/chat/completions", CHAT),
-            ("/v1/completions/", COMPLETIONS),
-            ("/v1//completions", COMPLETIONS),
-            ("/V1/Chat/Completions", CHAT),
+            ("/messages", "/v1/messages"), ("/embeddings", "/v1/embeddings"),
+            ("/v1/v1/chat/completions", CHAT), ("/v1/completions/", COMPLETIONS),
+            ("/v1//completions", COMPLETIONS), ("/V1/Chat/Completions", CHAT),
             ("/v1/tokenize", "/tokenize"),
         ],
-    )
+    )  # fmt: skip
     async def test_the_right_path_is_named(self, served: Served, path: str, meant: str) -> None:
         async with served.http.post(path, json={}) as response:
             assert response.status == 404
@@ -659,13 +656,10 @@ class TestElsewhere:
     async def test_keys_in_other_headers(self, elsewhere: Served) -> None:
         wrong, right = "guess", "secret"
         cases = [
-            ({"X-Api-Key": right}, 200),
-            ({"api-key": right}, 200),
+            ({"X-Api-Key": right}, 200), ({"api-key": right}, 200),
             ({"Authorization": "Basic abc", "x-api-key": right}, 200),
-            ({"X-Api-Key": wrong}, 401),
-            ({"api-key": f"Bearer {right}"}, 401),
-            ({}, 401),
-        ]
+            ({"X-Api-Key": wrong}, 401), ({"api-key": f"Bearer {right}"}, 401), ({}, 401),
+        ]  # fmt: skip
         async with aiohttp.ClientSession(elsewhere.url) as http:
             for headers, status in cases:
                 async with http.get("/v1/models", headers=headers) as response:

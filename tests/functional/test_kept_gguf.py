@@ -14,12 +14,9 @@ from tests.functional.test_equality import MODEL
 pytestmark = pytest.mark.extended
 
 SETTINGS = {
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "scheduler.max_num_seqs": 4,
-    "cache.cpu_memory_gib": 0.1,
-    "model.max_model_len": 1024,
-}
+    "parallel.executor": "inline", "parallel.cpu_threads": 1, "scheduler.max_num_seqs": 4,
+    "cache.cpu_memory_gib": 0.1, "model.max_model_len": 1024,
+}  # fmt: skip
 NUM_TOKENS = 600
 
 

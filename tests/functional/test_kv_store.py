@@ -28,17 +28,11 @@ RNG = random.Random(5)
 #: Each is longer than a third of the blocks of the device.
 PROMPTS = [[RNG.randrange(3, 200) for _ in range(RNG.randint(40, 60))] for _ in range(5)]
 SETTINGS: dict[str, Any] = {
-    "model.dtype": "float32",
-    "model.tokenizer": "none",
-    "model.max_model_len": 160,
-    "parallel.executor": "inline",
-    "parallel.device": "cpu",
-    "parallel.cpu_threads": 1,
-    "cache.block_size": 4,
-    "cache.num_blocks": 48,
-    "scheduler.max_num_seqs": 4,
+    "model.dtype": "float32", "model.tokenizer": "none", "model.max_model_len": 160,
+    "parallel.executor": "inline", "parallel.device": "cpu", "parallel.cpu_threads": 1,
+    "cache.block_size": 4, "cache.num_blocks": 48, "scheduler.max_num_seqs": 4,
     "scheduler.max_num_batched_tokens": 64,
-}
+}  # fmt: skip
 #: Half of what the prompts of all turns but the first have at least.
 MOST = sum(len(prompt) for prompt in PROMPTS) * TURNS // 2
 STORE = {"cache.host_bytes": 2**24}

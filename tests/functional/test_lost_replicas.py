@@ -27,12 +27,9 @@ from tests.worker_processes import worker_processes
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 TOKEN = "secret"
 SETTINGS = (
-    "parallel.executor=inline",
-    "parallel.cpu_threads=1",
-    "cache.num_blocks=400",
-    "server.port=0",
+    "parallel.executor=inline", "parallel.cpu_threads=1", "cache.num_blocks=400", "server.port=0",
     "server.shutdown_timeout_s=5",
-)
+)  # fmt: skip
 MAX_TOKENS = 160
 ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
@@ -73,13 +70,10 @@ WHOLE = {
     "whole message": ("/v1/messages", {"messages": ASK, **GREEDY}),
     "whole ollama": (
         "/api/chat",
-        {
-            "messages": ASK,
-            "options": {"temperature": 0, "num_predict": MAX_TOKENS},
-            "stream": False,
-        },
+        {"messages": ASK, "options": {"temperature": 0, "num_predict": MAX_TOKENS},
+         "stream": False},
     ),
-}
+}  # fmt: skip
 #: What CI runs of them.
 FEW = ("completion", "a schema", "messages", "whole completion")
 #: Fields of events with a part of the text or of the tokens.

@@ -23,12 +23,9 @@ from tests.functional.chromium import EXECUTABLE, Page, open_page
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "parallel.executor=inline",
-    "server.port=0",
-    "parallel.cpu_threads=1",
-    "cache.num_blocks=200",
+    "parallel.executor=inline", "server.port=0", "parallel.cpu_threads=1", "cache.num_blocks=200",
     "scheduler.max_num_seqs=4",
-)
+)  # fmt: skip
 SHIFT = 8
 HALF = b'data: {"choices":[{"delta":{"content":"Half"},"finish_reason":null}]}\n\n'
 
@@ -96,14 +93,9 @@ async def until_idle(url: str) -> None:
 async def test_it_loads_by_itself(page: Page, url: str) -> None:
     paths = {URL(request["url"]).path for request in page.requests}
     assert {
-        "/",
-        "/page/page.css",
-        "/page/page.js",
-        "/page/settings.js",
-        "/v1/models",
-        "/page/info",
+        "/", "/page/page.css", "/page/page.js", "/page/settings.js", "/v1/models", "/page/info",
         "/page/live",
-    } <= paths
+    } <= paths  # fmt: skip
     assert await page.run("$('#model').value") == "SmolLM2-135M-Instruct"
     assert await page.run("getComputedStyle(document.body).display") == "flex", (
         "the style sheet has been taken"
@@ -490,16 +482,8 @@ def random_list(chance: random.Random, depth: int = 2, indent: str = "") -> str:
         mark = f"{number + 3}. " if ordered else "- "
         inner = indent + " " * len(mark)
         kinds = (
-            "a *b*",
-            "[ ] box",
-            "`c`",
-            "$x$ so",
-            "[link]",
-            "> quote",
-            "# title",
-            "",
-            "wide  text",
-        )
+            "a *b*", "[ ] box", "`c`", "$x$ so", "[link]", "> quote", "# title", "", "wide  text",
+        )  # fmt: skip
         lines.append(f"{indent}{mark}{chance.choice(kinds)}")
         if chance.random() < 0.15:
             lines += [f"{inner}more of it"]
@@ -867,12 +851,9 @@ async def test_each_engine_has_its_panel(browser: Page) -> None:
 
 async def test_a_phone(page: Page) -> None:
     await page.send(
-        "Emulation.setDeviceMetricsOverride",
-        width=360,
-        height=740,
-        deviceScaleFactor=2,
+        "Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2,
         mobile=True,
-    )
+    )  # fmt: skip
     assert await page.run("document.documentElement.scrollWidth") == 360, (
         "nothing has to be scrolled sideways"
     )

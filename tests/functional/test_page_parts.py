@@ -412,12 +412,9 @@ async def test_an_error_of_the_server_is_said_at_its_field(page: Page, script: S
 
 async def test_a_phone_with_all_of_it(page: Page, script: Script) -> None:
     await page.send(
-        "Emulation.setDeviceMetricsOverride",
-        width=400,
-        height=740,
-        deviceScaleFactor=2,
+        "Emulation.setDeviceMetricsOverride", width=400, height=740, deviceScaleFactor=2,
         mobile=True,
-    )
+    )  # fmt: skip
     await say(page, "Long?")
     long = json.dumps({"text": "x" * 300})
     script.send(delta(reasoning_content="y" * 300), delta(content="z" * 300))

@@ -23,12 +23,9 @@ from tests.waiting import until
 pytestmark = pytest.mark.extended
 
 SETTINGS = {
-    "model.max_model_len": 256,
-    "parallel.executor": "inline",
-    "parallel.cpu_threads": 1,
-    "cache.num_blocks": 80,
-    "scheduler.max_num_seqs": 4,
-}
+    "model.max_model_len": 256, "parallel.executor": "inline", "parallel.cpu_threads": 1,
+    "cache.num_blocks": 80, "scheduler.max_num_seqs": 4,
+}  # fmt: skip
 PROMPT = "The capital of France is"
 in_session = pytest.mark.asyncio(loop_scope="session")
 

@@ -26,15 +26,10 @@ TOKENS = 300
 #: Two that run, greedily and by seed under every count of tokens, and one that waits.
 BODIES: list[dict[str, Any]] = [
     {"prompt": "ĀāĂă", "temperature": 0},
-    {
-        "prompt": "ĄąĆć",
-        "temperature": 1.0,
-        "seed": 7,
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.2,
-    },
+    {"prompt": "ĄąĆć", "temperature": 1.0, "seed": 7, "repetition_penalty": 1.1,
+     "frequency_penalty": 0.2},
     {"prompt": "ĈĉĊċ", "temperature": 0.8, "seed": 3},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +106,11 @@ def until_running(process: Process, count: int) -> None:
     [
         pytest.param("", signal.SIGKILL, id="one rank, killed"),
         pytest.param("", signal.SIGSTOP, marks=pytest.mark.extended, id="one rank, stopped"),
-        pytest.param(
-            "parallel.tensor_parallel_size=2",
-            signal.SIGKILL,
-            marks=pytest.mark.extended,
-            id="two ranks, one killed",
-        ),
+        pytest.param("parallel.tensor_parallel_size=2", signal.SIGKILL, marks=pytest.mark.extended,
+                     id="two ranks, one killed"),
     ],
     indirect=["process"],
-)
+)  # fmt: skip
 def test_requests_outlive_their_workers(process: Process, fault: signal.Signals) -> None:
     expected = [stream(process, body) for body in BODIES]
     assert len({*expected}) == 3
@@ -194,12 +185,9 @@ def test_the_streams_of_a_dead_engine_go_on_with_the_other(process: Process) -> 
     drawn = {"prompt": BODIES[2]["prompt"], "temperature": 1.0}
     first = random.Random(0).getrandbits(64)  # of `model.seed`
     bodies = [
-        {"seed": 1} | BODIES[0],
-        *BODIES[1:],
-        BODIES[1] | {"seed": 8},
-        BODIES[2] | {"seed": 9},
+        {"seed": 1} | BODIES[0], *BODIES[1:], BODIES[1] | {"seed": 8}, BODIES[2] | {"seed": 9},
         drawn,
-    ]
+    ]  # fmt: skip
     with ThreadPoolExecutor(len(bodies)) as pool:
         expected = [*pool.map(lambda body: stream(process, {"seed": first} | body), bodies)]
         assert len({*expected}) == len(bodies)

@@ -42,12 +42,9 @@ async def test_a_completion(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         await complete(http, "sk-alice", 40, 7, n=2)
         first, second = await lines(caplog, 2)
     assert {name: first[name] for name in ("key", "method", "path", "status", "finish")} == {
-        "key": "alice",
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
+        "key": "alice", "method": "POST", "path": "/v1/completions", "status": 200,
         "finish": "length",
-    }
+    }  # fmt: skip
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (40, 0, 7)
     found = (second["prompt_tokens"], second["cached_tokens"], second["output_tokens"])
     assert found == (40, 32, 14)

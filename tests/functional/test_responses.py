@@ -25,12 +25,9 @@ pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 USUAL: Any = {"model": "smollm2", "temperature": 0, "max_output_tokens": 6}
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
 CALL: Any = USUAL | {
-    "max_output_tokens": 60,
-    "input": "What is the weather in Paris?",
-    "tools": TOOLS,
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-}
+    "max_output_tokens": 60, "input": "What is the weather in Paris?", "tools": TOOLS,
+    "tool_choice": "required", "parallel_tool_calls": False,
+}  # fmt: skip
 
 
 @pytest.mark.sample

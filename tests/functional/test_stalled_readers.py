@@ -38,13 +38,10 @@ async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyn
     reader, writer = await asyncio.open_connection(sock=plain, limit=4096 if stalls else 2**20)
     body = json.dumps(
         {
-            "prompt": [5, 6, 7],
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "stream": True,
+            "prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "stream": True,
             "ignore_eos": True,
         }
-    ).encode()
+    ).encode()  # fmt: skip
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n"

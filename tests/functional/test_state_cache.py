@@ -50,12 +50,9 @@ def test_a_conversation_goes_on_with_the_state_behind_its_last_answer(folder: Pa
     """Each prompt is the one before it, its answer, and a few tokens more, so that they begin and
     end at every place of a block."""
     settings = {
-        "model.tokenizer": "none",
-        "parallel.executor": "inline",
-        "parallel.cpu_threads": 1,
-        "cache.block_size": BLOCK_SIZE,
-        "cache.cpu_memory_gib": 0.02,
-    }
+        "model.tokenizer": "none", "parallel.executor": "inline", "parallel.cpu_threads": 1,
+        "cache.block_size": BLOCK_SIZE, "cache.cpu_memory_gib": 0.02,
+    }  # fmt: skip
     prompt, turns, answers = [11, 7, 5], [], []
     with LLM(str(folder), settings=settings, progress=False) as llm:
         for turn in range(1, 12):

@@ -40,12 +40,9 @@ def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size:
     """Each rank takes the next step's inputs from what it chose itself: greedily, and by seed under
     every adjustment."""
     random_model(
-        tmp_path,
-        vocab_size=VOCAB_SIZE,
-        num_attention_heads=6,
-        num_key_value_heads=1,
+        tmp_path, vocab_size=VOCAB_SIZE, num_attention_heads=6, num_key_value_heads=1,
         eos_token_id=None,
-    )
+    )  # fmt: skip
     rng = random.Random(size)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))] for _ in range(6)]
     sampling_flags = [
@@ -64,13 +61,10 @@ def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size:
         for i in range(len(prompts))
     ]
     settings = {
-        "parallel.tensor_parallel_size": size,
-        "parallel.cpu_threads": 1,
-        "model.dtype": "float32",
-        "cache.num_blocks": 64,
-        "cache.enable_prefix_caching": False,
+        "parallel.tensor_parallel_size": size, "parallel.cpu_threads": 1, "model.dtype": "float32",
+        "cache.num_blocks": 64, "cache.enable_prefix_caching": False,
         "scheduler.max_num_batched_tokens": 64,
-    }
+    }  # fmt: skip
     others = worker_pids()
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params)]

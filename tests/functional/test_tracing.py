@@ -223,12 +223,9 @@ async def test_requests_that_fail() -> None:
                 assert response.status == 200
     roots = [span for span in collected.spans if span.kind == Span.SPAN_KIND_SERVER]
     assert [(span.name, attributes(span)["http.response.status_code"]) for span in roots] == [
-        ("POST /v1/completions", 404),
-        ("POST /v1/completions", 400),
-        ("POST", 404),
-        ("HTTP", 405),
+        ("POST /v1/completions", 404), ("POST /v1/completions", 400), ("POST", 404), ("HTTP", 405),
         ("POST /v1/completions", 504),
-    ]
+    ]  # fmt: skip
     *clients, late = roots
     assert {span.status.code for span in clients} == {Status.STATUS_CODE_UNSET}
     assert "http.route" not in attributes(roots[2])

@@ -37,12 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(loop_scope="session")
 async def trained(folder: Path) -> AsyncIterator[Served]:
     settings = {
-        "model.path": str(folder),
-        "model.tokenizer": "none",
-        "model.max_model_len": 120,
-        "parallel.executor": "inline",
-        "server.admin_key": "admin-key",
-    }
+        "model.path": str(folder), "model.tokenizer": "none", "model.max_model_len": 120,
+        "parallel.executor": "inline", "server.admin_key": "admin-key",
+    }  # fmt: skip
     async with serve(**settings) as served:
         yield served
 

@@ -52,12 +52,9 @@ def greedy_outputs(
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
         tokens = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens,
             **options,
-        )
+        )  # fmt: skip
         outputs.append(tokens[0, len(prompt) :].tolist())
     return outputs
 

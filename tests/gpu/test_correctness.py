@@ -70,13 +70,9 @@ def make_model(name: str, folder: Path) -> Model:
             "initializer_range": 0.05,
         }
         random_model(
-            folder,
-            vocab_size=8192,
-            head_dim=HEAD_SIZES[name],
-            max_position_embeddings=1024,
-            eos_token_id=2,
-            **fields,
-        )
+            folder, vocab_size=8192, head_dim=HEAD_SIZES[name], max_position_embeddings=1024,
+            eos_token_id=2, **fields,
+        )  # fmt: skip
         return Model(folder, 8192, trained=False)
     try:
         return Model(
@@ -234,15 +230,9 @@ PARAMETERS = {
     "bias": replace(SHORT, logit_bias={77: 100.0, 78: -100.0}),
     "end": replace(SHORT, logit_bias={2: 100.0}),
     "min_tokens": replace(SHORT, logit_bias={2: 100.0}, min_tokens=9),
-    "all": replace(
-        SHORT,
-        repetition_penalty=1.2,
-        presence_penalty=-0.5,
-        frequency_penalty=2.0,
-        logit_bias={5: 1.5},
-        min_tokens=20,
-    ),
-}
+    "all": replace(SHORT, repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=2.0,
+                   logit_bias={5: 1.5}, min_tokens=20),
+}  # fmt: skip
 
 SampledOutputs = dict[str, list[Output]]
 

@@ -28,12 +28,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str, head_size: int, tmp_
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
     settings = {
-        "model.tokenizer": "none",
-        "model.dtype": "float32",
-        "parallel.device": "cuda",
-        "parallel.executor": "inline",
-        "cache.num_blocks": 64,
-    }
+        "model.tokenizer": "none", "model.dtype": "float32", "parallel.device": "cuda",
+        "parallel.executor": "inline", "cache.num_blocks": 64,
+    }  # fmt: skip
     with LLM(str(folder), settings=settings, progress=False) as llm:
         implementation = llm.frontend.engines[0].report.implementation
         assert ("in plain torch" in implementation) == (head_size == 40)

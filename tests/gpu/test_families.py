@@ -26,13 +26,9 @@ LENGTHS = (1, 2, 17, 60, 129, 200)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 NO_END = replace(GREEDY, logit_bias={2: -100.0})
 SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.05,
-    "eos_token_id": 2,
-}
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "max_position_embeddings": 1024, "initializer_range": 0.05, "eos_token_id": 2,
+}  # fmt: skip
 #: The windows are shorter than most prompts, and than a block of the KV cache or longer.
 MODELS: dict[str, dict[str, Any]] = {
     "cohere2": {
@@ -42,13 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "falcon": {"head_dim": 64, "ffn_hidden_size": 1024},
     "falcon with ALiBi": {
-        "head_dim": 64,
-        "ffn_hidden_size": 1024,
-        "alibi": True,
-        "new_decoder_architecture": False,
-        "multi_query": False,
-        "num_kv_heads": 8,
-        "parallel_attn": False,
+        "head_dim": 64, "ffn_hidden_size": 1024, "alibi": True, "new_decoder_architecture": False,
+        "multi_query": False, "num_kv_heads": 8, "parallel_attn": False,
     },
     "qwen3_5_text": {
         "head_dim": 256,
@@ -124,7 +115,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
     "stablelm side by side": {"head_dim": 64, "use_parallel_residual": True, "qk_layernorm": True},
-}
+}  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -19,16 +19,10 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 ROWS = (1, 2, 5, 8)
 #: Output features, inputs, and whether gate and up are computed together.
 SHAPES = [
-    (6144, 4096, False),
-    (4096, 4096, False),
-    (12288, 4096, True),
-    (4096, 12288, False),
-    (3072, 1024, True),
-    (1024, 3072, False),
-    (1536, 576, True),
-    (576, 1536, False),
+    (6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False),
+    (3072, 1024, True), (1024, 3072, False), (1536, 576, True), (576, 1536, False),
     (96, 272, False),
-]
+]  # fmt: skip
 CONFIGS = [
     FewRowsFloat8Config(features, warps, depth, 1)
     for features in (16, 32)

@@ -29,14 +29,9 @@ ROWS = (1, 2, 5, 8)
 CONFIGS = [
     FewRowsGroupedConfig(warps, depth, programs)
     for warps, depth, programs in (
-        (16, 1, 1),
-        (16, 2, 1),
-        (16, 3, 1),
-        (8, 4, 1),
-        (8, 2, 2),
-        (4, 3, 4),
+        (16, 1, 1), (16, 2, 1), (16, 3, 1), (8, 4, 1), (8, 2, 2), (4, 3, 4),
     )
-]
+]  # fmt: skip
 
 
 def few_rows(weight: PackedGroups, rows: int, dtype: torch.dtype, **given: Any) -> Pair:

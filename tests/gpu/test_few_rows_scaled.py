@@ -39,19 +39,13 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 #: Output features, inputs, and whether gate and up are computed together.
 SHAPES = {
-    "8B qkv": (6144, 4096, False),
-    "8B o": (4096, 4096, False),
-    "8B gate_up": (12288, 4096, True),
-    "8B down": (4096, 12288, False),
-    "8B / 2 o": (4096, 2048, False),
-    "8B / 2 down": (4096, 6144, False),
-    "0.6B qkv": (4096, 1024, False),
-    "0.6B o": (1024, 2048, False),
-    "0.6B gate_up": (3072, 1024, True),
-    "0.6B down": (1024, 3072, False),
-    "Qwen2.5-7B gate_up": (18944, 3584, True),
+    "8B qkv": (6144, 4096, False), "8B o": (4096, 4096, False), "8B gate_up": (12288, 4096, True),
+    "8B down": (4096, 12288, False), "8B / 2 o": (4096, 2048, False),
+    "8B / 2 down": (4096, 6144, False), "0.6B qkv": (4096, 1024, False),
+    "0.6B o": (1024, 2048, False), "0.6B gate_up": (3072, 1024, True),
+    "0.6B down": (1024, 3072, False), "Qwen2.5-7B gate_up": (18944, 3584, True),
     "Qwen2.5-7B down": (3584, 18944, False),
-}
+}  # fmt: skip
 KINDS = {"fp8": (FP8, False), "fp8 blocks": (FP8, True), "int8": (INT8, False)}
 
 

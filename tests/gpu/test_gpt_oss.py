@@ -25,15 +25,10 @@ from tests.functional.test_gpt_oss import Case, check_greedy, make_case
 
 #: A window that is shorter than most prompts.
 SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "sliding_window": 50,
-    "initializer_range": 0.05,
+    "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64,
+    "max_position_embeddings": 1024, "sliding_window": 50, "initializer_range": 0.05,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "mxfp4"])

@@ -105,15 +105,9 @@ FORMATS = {
 def test_a_model_gives_the_tokens_that_it_gives_on_a_cpu(name: str, tmp_path: Path) -> None:
     """In float32: steps of one row, of few rows, and prefills of more than the kernels take."""
     dense = random_model(
-        tmp_path / "dense",
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1024,
-        head_dim=64,
-        initializer_range=0.05,
-        max_position_embeddings=1024,
-        eos_token_id=2,
-    )
+        tmp_path / "dense", vocab_size=2048, hidden_size=512, intermediate_size=1024, head_dim=64,
+        initializer_range=0.05, max_position_embeddings=1024, eos_token_id=2,
+    )  # fmt: skip
     folder = quantize_folder(dense, tmp_path / "quantized", FORMATS[name])
     prompts = [[5 + i, *range(20, 20 + 30 * i)] for i in range(6)]
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

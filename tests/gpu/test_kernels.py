@@ -91,27 +91,18 @@ def test_attention_with_window_and_soft_cap(dtype: torch.dtype) -> None:
     rng = random.Random(2)
     for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
         check_attention(
-            random_rows(20, 1200, 400, rng),
-            8,
-            2,
-            128,
-            64,
-            dtype=dtype,
-            window=window,
+            random_rows(20, 1200, 400, rng), 8, 2, 128, 64, dtype=dtype, window=window,
             soft_cap=soft_cap,
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [(1, 32768)] + [(1, 90)] * 200,
-        [(1, 1000)] * 256,
-        [(1, 5)],
-        [(1, 0), (1, 700), (1, 0)],
+        [(1, 32768)] + [(1, 90)] * 200, [(1, 1000)] * 256, [(1, 5)], [(1, 0), (1, 700), (1, 0)],
         [(1, 64)] * 500,
     ],
-)
+)  # fmt: skip
 def test_decodes_of_every_distribution(rows: list[tuple[int, int]]) -> None:
     check_attention(rows, 16, 4, 128, 64, dtype=torch.bfloat16)
 
@@ -206,13 +197,9 @@ def test_float8_saturates_and_keeps_nan() -> None:
     zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rotation = Rotation(torch.tensor([[1.0, 0.0]], device=DEVICE))
     qk_norm_rope_cache(
-        Projection(qkv, rotation, zero),
-        zero.long(),
-        caches[0],
-        caches[1],
-        num_q_heads=1,
+        Projection(qkv, rotation, zero), zero.long(), caches[0], caches[1], num_q_heads=1,
         scales=scales,
-    )
+    )  # fmt: skip
     stored = caches[1, 0, 0, 0, :8].float().cpu()
     expected = torch.tensor([448.0, -448.0, 448.0, -448.0, torch.nan, 448.0, 448.0, 0.0])
     torch.testing.assert_close(stored, expected, equal_nan=True)
@@ -291,14 +278,9 @@ def test_hopper_prefill(head_size: int, block_size: int, dtype: torch.dtype) -> 
         rows = random_rows(20, 2500, 1100, rng)
         check_attention(rows, 2 * group, 2, head_size, block_size, dtype=dtype, hopper=True)
     check_attention(
-        [(1, 9), (4096, 4096), (129, 3000), (2, 2)],
-        10,
-        2,
-        head_size,
-        block_size,
-        dtype=dtype,
+        [(1, 9), (4096, 4096), (129, 3000), (2, 2)], 10, 2, head_size, block_size, dtype=dtype,
         hopper=True,
-    )
+    )  # fmt: skip
 
 
 @needs_hopper
@@ -362,16 +344,9 @@ def test_hopper_prefill_with_window_and_soft_cap() -> None:
     for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
         rows = random_rows(20, 1200, 400, rng)
         check_attention(
-            rows,
-            8,
-            2,
-            128,
-            128,
-            dtype=torch.bfloat16,
-            hopper=True,
-            window=window,
+            rows, 8, 2, 128, 128, dtype=torch.bfloat16, hopper=True, window=window,
             soft_cap=soft_cap,
-        )
+        )  # fmt: skip
 
 
 def test_decode_in_a_graph_follows_the_lengths() -> None:
@@ -608,11 +583,8 @@ def test_a_sampled_token_does_not_depend_on_the_other_rows() -> None:
 def test_rows_with_nan_or_infinite_logits_give_minus_one() -> None:
     logits = torch.randn(5, 30_000, device=DEVICE)
     logits[0, 3], logits[1, 4], logits[2], logits[3, :29_999] = (
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-        float("-inf"),
-    )
+        float("nan"), float("inf"), float("-inf"), float("-inf"),
+    )  # fmt: skip
     floats = [torch.tensor(x, device=DEVICE) for x in ([0.0, 0.8], [1.0, 0.9], [0.0, 0.0])]
     state = SamplingState(
         torch.zeros(2, dtype=torch.int64, device=DEVICE),

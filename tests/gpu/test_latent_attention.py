@@ -22,13 +22,9 @@ REAL = LatentCase(
 LENGTHS = [1, 64, 65, 1000, 0, 31, 8192, 500]
 ROWS = [(1, 700), (1, 20), (1, 5), (300, 300), (70, 1500), (129, 130)]
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+    "num_key_value_heads": 8, "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "mscale": 0.707,
     "mscale_all_dim": 0.707, "original_max_position_embeddings": 128,

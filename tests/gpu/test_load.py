@@ -54,15 +54,11 @@ def random_params(rng: random.Random) -> SamplingParams:
     """Returns parameters of every kind, in every combination."""
     max_tokens = rng.randint(1, 60)
     fields: dict[str, Any] = {
-        "n": rng.choice([1, 1, 1, 1, 2, 3]),
-        "max_tokens": max_tokens,
-        "temperature": rng.choice([0.0, 0.7, 1.3]),
-        "top_k": rng.choice([0, 0, 1, 40]),
-        "top_p": rng.choice([1.0, 1.0, 0.9]),
-        "min_p": rng.choice([0.0, 0.0, 0.05]),
-        "ignore_eos": rng.random() < 0.5,
-        "seed": rng.choice([None, rng.getrandbits(64)]),
-    }
+        "n": rng.choice([1, 1, 1, 1, 2, 3]), "max_tokens": max_tokens,
+        "temperature": rng.choice([0.0, 0.7, 1.3]), "top_k": rng.choice([0, 0, 1, 40]),
+        "top_p": rng.choice([1.0, 1.0, 0.9]), "min_p": rng.choice([0.0, 0.0, 0.05]),
+        "ignore_eos": rng.random() < 0.5, "seed": rng.choice([None, rng.getrandbits(64)]),
+    }  # fmt: skip
     if rng.random() < 0.3:
         fields |= {
             "repetition_penalty": rng.uniform(0.8, 1.5),
@@ -195,15 +191,10 @@ async def serve_load(
     """Serves the load and checks the scheduler's integrity after every round, and the memory
     from the given step on."""
     settings = {
-        "model.path": str(folder),
-        "model.dtype": dtype,
-        "parallel.device": device,
-        "parallel.executor": "inline",
-        "cache.block_size": 16,
-        "cache.num_blocks": 350,
-        "scheduler.max_num_seqs": 64,
-        "scheduler.max_num_batched_tokens": 512,
-    }
+        "model.path": str(folder), "model.dtype": dtype, "parallel.device": device,
+        "parallel.executor": "inline", "cache.block_size": 16, "cache.num_blocks": 350,
+        "scheduler.max_num_seqs": 64, "scheduler.max_num_batched_tokens": 512,
+    }  # fmt: skip
     rng = random.Random(dtype)
     jobs = random_jobs(requests, rng)
     frontend = await Frontend.launch(load_config(None, settings))

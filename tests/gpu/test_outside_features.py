@@ -29,11 +29,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 5},
 ]
 ARGUMENTS: list[dict[str, Any]] = [
-    {},
-    {"only_even": True},
-    {"watch_token": 2001},
-    {"only_even": True, "watch_token": 4000},
-]
+    {}, {"only_even": True}, {"watch_token": 2001}, {"only_even": True, "watch_token": 4000},
+]  # fmt: skip
 PARAMS = [
     SamplingParams(
         ignore_eos=True, seed=number, max_tokens=TOKENS, **KINDS[number % len(KINDS)],

@@ -39,13 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def generate(folder: Path, **settings: Any) -> list[list[int]]:
     """Returns the tokens of requests of all kinds, more of them than one micro-batch holds."""
     merged = {
-        "parallel.executor": "multiprocess",
-        "parallel.device": "cuda",
-        "model.tokenizer": "none",
-        "model.dtype": "float32",
-        "cache.num_blocks": 200,
-        "speculation.method": "none",
-    } | {key.replace("__", "."): value for key, value in settings.items()}
+        "parallel.executor": "multiprocess", "parallel.device": "cuda", "model.tokenizer": "none",
+        "model.dtype": "float32", "cache.num_blocks": 200, "speculation.method": "none",
+    } | {key.replace("__", "."): value for key, value in settings.items()}  # fmt: skip
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in (1, 5, 33, 90, 400, 17, 64, 700)]
     params = [PARAMS[number % len(PARAMS)] for number in range(len(prompts))]

@@ -42,39 +42,26 @@ SIZES = [
 #: Families and fields of their configurations: attention alone, and beside states.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
-    "qwen3_5_text": {
-        "head_dim": 256,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-}
+    "qwen3_5_text": {"head_dim": 256, "layer_types": ["linear_attention", "full_attention"],
+                     "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(
-        tmp_path_factory.mktemp("model"),
-        family=request.param,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=4096,
-        hidden_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        tmp_path_factory.mktemp("model"), family=request.param, vocab_size=VOCAB_SIZE,
+        max_position_embeddings=4096, hidden_size=512, num_attention_heads=8, num_key_value_heads=4,
         **MODELS[request.param],
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
 def process(request: pytest.FixtureRequest, folder: Path) -> Iterator[Process]:
     process = Process(
-        "multiprocess",
-        f"model.path={folder}",
-        "model.dtype=float32",
-        "parallel.device=cuda",
-        f"parallel.tensor_parallel_size={request.param}",
-        "scheduler.max_num_seqs=2",
-    )
+        "multiprocess", f"model.path={folder}", "model.dtype=float32", "parallel.device=cuda",
+        f"parallel.tensor_parallel_size={request.param}", "scheduler.max_num_seqs=2",
+    )  # fmt: skip
     yield process
     process.close()
 

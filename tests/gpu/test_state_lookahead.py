@@ -114,14 +114,11 @@ def test_mamba(state_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"parallel__cuda_graphs": False},
-        {"scheduler__max_num_seqs": 3},
-        {"scheduler__max_num_batched_tokens": 64},
-        {"cache__state_dtype": "bfloat16"},
+        {}, {"parallel__cuda_graphs": False}, {"scheduler__max_num_seqs": 3},
+        {"scheduler__max_num_batched_tokens": 64}, {"cache__state_dtype": "bfloat16"},
     ],
     ids=["graphs", "no graphs", "three at a time", "chunks beside drafts", "bfloat16"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("family", MODELS)
 def test_text_is_that_of_a_plain_run(
     family: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,13 +26,9 @@ VOCAB_SIZE = 4096
 LENGTHS = (1, 17, 63, 64, 65, 129, 199, 200, 201, 300, 500)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.05,
-    "eos_token_id": None,
-}
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "max_position_embeddings": 1024, "initializer_range": 0.05, "eos_token_id": None,
+}  # fmt: skip
 DELTA_NET = {
     "head_dim": 256,
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -47,16 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": (
         "granitemoehybrid",
-        {
-            "head_dim": 64,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "shared_intermediate_size": 1024,
-            "mamba_n_heads": 16,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
-        },
+        {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"] * 2,
+         "shared_intermediate_size": 1024, "mamba_n_heads": 16, "mamba_d_head": 64,
+         "mamba_d_state": 64},
     ),
-}
+}  # fmt: skip
 KINDS = ["tensor_parallel_size", "pipeline_parallel_size"]
 
 

@@ -98,20 +98,14 @@ def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of eight heads over four KV heads, which four ranks can share."""
     fields = {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "initializer_range": 0.05,
-        "eos_token_id": 2,
-    }
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "initializer_range": 0.05, "eos_token_id": 2,
+    }  # fmt: skip
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": request.param}
     return random_model(
-        tmp_path_factory.mktemp("model"),
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=1024,
-        **fields,
-        **heads,
-    )
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, max_position_embeddings=1024,
+        **fields, **heads,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -469,12 +463,9 @@ def test_a_rank_whose_gpu_has_no_memory_left(
 def test_the_server_ends_with_a_failure(folder: Path, number: signal.Signals) -> None:
     before = free_bytes(2)
     settings = {
-        "model.path": folder,
-        "model.max_model_len": 1024,
-        "parallel.device": "cuda",
-        "parallel.tensor_parallel_size": 2,
-        "parallel.restart_workers": 0,
-    }
+        "model.path": folder, "model.max_model_len": 1024, "parallel.device": "cuda",
+        "parallel.tensor_parallel_size": 2, "parallel.restart_workers": 0,
+    }  # fmt: skip
     process = Process("multiprocess", *(f"{key}={value}" for key, value in settings.items()))
     try:
         rank_1 = worker_processes(process.popen.pid)[1]

@@ -379,14 +379,9 @@ def dense_rows(
     norm_weight = normal(inputs, dtype=dtype, device=device) if normed else None
     residual = None if gated else normal(rows, features, dtype=dtype, device=device)
     out = few_rows_dense(
-        x,
-        weight,
-        norm_weight=norm_weight,
-        residual=residual,
-        gated=gated,
-        config=config,
+        x, weight, norm_weight=norm_weight, residual=residual, gated=gated, config=config,
         out=poisoned(rows, features, dtype=dtype, device=device),
-    )
+    )  # fmt: skip
     wide_norm, wide_residual = (None if t is None else t.double() for t in (norm_weight, residual))
     return out, product_reference(
         x.double(), weight.double(), norm_weight=wide_norm, residual=wide_residual, gated=gated

@@ -14,13 +14,10 @@ from references import product_reference
 
 #: Products of Qwen3-8B, and others of their size: output features, inputs, whether gated.
 QWEN3_8B = {
-    "qkv": (6144, 4096, False),
-    "o": (4096, 4096, False),
-    "gate_up": (24576, 4096, True),
-    "down": (4096, 12288, False),
-    "one of three ranks": (4096, 4864, False),
+    "qkv": (6144, 4096, False), "o": (4096, 4096, False), "gate_up": (24576, 4096, True),
+    "down": (4096, 12288, False), "one of three ranks": (4096, 4864, False),
     "nothing divides": (1000, 1000, False),
-}
+}  # fmt: skip
 
 
 def random_groups(
@@ -64,12 +61,9 @@ def grouped(
     if normed:
         given["norm_weight"] = norm
     out = multiply(
-        x,
-        weight,
-        **given,
+        x, weight, **given,
         out=poisoned(rows, features, dtype=dtype, device=device),
-        config=config,
-        pdl=pdl,
-    )
+        config=config, pdl=pdl,
+    )  # fmt: skip
     assert not weight.counters.any()
     return out, product_reference(x, weight, **given)

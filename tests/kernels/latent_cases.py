@@ -112,13 +112,10 @@ def prefill(
         both = expanded[row].double().view(lengths[row], heads, plain + value)
         expected.append(
             latent_prefill_reference(
-                queries[start : start + counts[row]].double(),
-                both[..., :plain],
-                keys[row].double(),
-                both[..., plain:],
-                scale=case.scale,
+                queries[start : start + counts[row]].double(), both[..., :plain],
+                keys[row].double(), both[..., plain:], scale=case.scale,
             )
-        )
+        )  # fmt: skip
         start += counts[row]
     return out[first:], torch.cat(expected)
 

@@ -193,14 +193,11 @@ def test_ranks_with_copies_of_experts(family: str, tmp_path: Path) -> None:
     groups = (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
     whole, *ranks = (
         Bound(
-            tmp_path,
-            kernels=True,
-            group=group,
-            expert_parallel=group.size > 1,
+            tmp_path, kernels=True, group=group, expert_parallel=group.size > 1,
             expert_placement=placement,
         )
         for group in groups
-    )
+    )  # fmt: skip
     for tokens in (1, 7, 24):
         x = torch.randn(tokens, 64)
         counters = [one.model.layers[0].parts[1].counter for one in (whole, *ranks)]

@@ -24,18 +24,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", {"global_head_dim": 128}),
     "gemma4 keys as values": (
         "gemma4_text",
-        {
-            "global_head_dim": 128,
-            "attention_k_eq_v": True,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 24,
-        },
+        {"global_head_dim": 128, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+         "hidden_size_per_layer_input": 0, "num_hidden_layers": 3,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+         "moe_intermediate_size": 24},
     ),
     "gemma3n": ("gemma3n_text", {}),
     # queries scaled by position
@@ -85,7 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # both projections of the queries, and one; without experts
     "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
     "deepseek_v2": ("deepseek_v2", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.extended

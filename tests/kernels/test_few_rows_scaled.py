@@ -53,14 +53,10 @@ TILE = ProductConfig(32, 16, 64, 4, 2, group=2)
 @pytest.mark.parametrize(
     ("kind", "grouped", "groups"),
     [
-        (FP8, False, False),
-        (FP8, False, None),
-        (FP8, True, True),
-        (FP8, True, False),
-        (FP8, True, None),
-        (INT8, False, False),
+        (FP8, False, False), (FP8, False, None), (FP8, True, True), (FP8, True, False),
+        (FP8, True, None), (INT8, False, False),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("gated", [True, False])
 def test_many_rows(kind: torch.dtype, grouped: bool, groups: bool | None, gated: bool) -> None:
     """Rows, features and inputs that are no multiples of a tile; more token tiles than a group."""

@@ -54,14 +54,10 @@ def test_the_order_holds_the_weight(
 @pytest.mark.parametrize(
     ("bits", "group", "inputs", "has_zeros"),
     [
-        (4, 32, 192, True),
-        (4, 64, 320, False),
-        (4, 128, 300, True),
-        (4, None, 200, False),
-        (8, 32, 100, True),
-        (8, 128, 300, False),
+        (4, 32, 192, True), (4, 64, 320, False), (4, 128, 300, True), (4, None, 200, False),
+        (8, 32, 100, True), (8, 128, 300, False),
     ],
-)
+)  # fmt: skip
 def test_products(bits: int, group: int | None, inputs: int, has_zeros: bool) -> None:
     torch.manual_seed(1)
     weight = random_groups(24, inputs, bits=bits, group=group, has_zeros=has_zeros)

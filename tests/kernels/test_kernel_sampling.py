@@ -38,12 +38,9 @@ def test_rows_with_nan_or_infinite_logits_give_minus_one_and_affect_no_other_row
     logits[2] = float("-inf")
     logits[3, :699] = float("-inf")
     state = SamplingState(
-        torch.zeros(2, dtype=torch.int64),
-        torch.tensor([0.0, 0.8]),
-        int32(0, 9),
-        torch.tensor([1.0, 0.9]),
-        torch.zeros(2),
-    )
+        torch.zeros(2, dtype=torch.int64), torch.tensor([0.0, 0.8]), int32(0, 9),
+        torch.tensor([1.0, 0.9]), torch.zeros(2),
+    )  # fmt: skip
     for slot in (0, 1):
         tokens = sample_tokens(logits, int32(*[slot] * 6), int32(*range(6)), state).tolist()
         assert tokens[:4] == [-1, -1, -1, 699]

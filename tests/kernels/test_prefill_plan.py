@@ -65,9 +65,6 @@ def test_more_tiles_than_the_capacity_are_rejected() -> None:
     plan = PrefillPlan.empty(1, 64, 1, 64, torch.device("cpu"), hopper=False)
     with pytest.raises(ValueError, match="room for"):
         plan_prefill(
-            plan,
-            torch.tensor([0, 64, 128], dtype=torch.int32),
-            torch.tensor([64, 64], dtype=torch.int32),
-            0,
-            128,
-        )
+            plan, torch.tensor([0, 64, 128], dtype=torch.int32),
+            torch.tensor([64, 64], dtype=torch.int32), 0, 128,
+        )  # fmt: skip

@@ -132,12 +132,9 @@ def test_padded_and_empty_shards_and_rows_without_a_token() -> None:
     """Three ranks: shards with padding, an empty shard, and rows that give -1 on every rank without
     one waiting for another forever."""
     kinds = [
-        (0.0, 0, 1.0, 0.0),
-        (1.0, 0, 1.0, 0.0),
-        (1.0, 3, 0.9, 0.0),
-        (1.0, 0, 0.5, 0.1),
+        (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 3, 0.9, 0.0), (1.0, 0, 0.5, 0.1),
         (1.0, 0, 0.0, 0.0),
-    ]
+    ]  # fmt: skip
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*kinds, strict=True))
     state = SamplingState(torch.arange(len(kinds)), temperature, top_k.int(), top_p, min_p)
     broken = [broken_call(slot) for slot in (0, 2, 4)]

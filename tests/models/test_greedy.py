@@ -25,15 +25,12 @@ CODE_PROMPTS = [
     "// quicksort in JavaScript\nfunction quicksort(items) {\n",
 ]
 PROSE_PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "Water boils at 100 degrees Celsius because",
-    "Le petit prince habite",
+    "The capital of France is", "Once upon a time, in a small village by the sea,",
+    "Water boils at 100 degrees Celsius because", "Le petit prince habite",
     "Die Geschichte der Stadt beginnt im Jahr",
-    "List of planets in the solar system:\n1. Mercury\n2.",
-    "In 1969, the first humans",
+    "List of planets in the solar system:\n1. Mercury\n2.", "In 1969, the first humans",
     "The quick brown fox jumps over the lazy dog. " * 60 + "And then the fox",
-]
+]  # fmt: skip
 # The last prompt is longer than Gemma's window of 512 tokens.
 PROMPTS = {QWEN: CODE_PROMPTS + PROSE_PROMPTS[:3] + PROSE_PROMPTS[-1:], GEMMA: CODE_PROMPTS[:2]
            + PROSE_PROMPTS}  # fmt: skip

@@ -41,12 +41,9 @@ async def qwen(converted: Callable[[str], Path]) -> AsyncIterator[Served]:
 def body_of(question: Question, choice: Any) -> dict[str, Any]:
     return {
         "messages": [*question.before, {"role": "user", "content": question.text}],
-        "tools": [ALL_TOOLS[name] for name in question.tools],
-        "tool_choice": choice,
-        "parallel_tool_calls": question.num_calls > 1,
-        "temperature": 0,
-        "max_tokens": 160,
-    }
+        "tools": [ALL_TOOLS[name] for name in question.tools], "tool_choice": choice,
+        "parallel_tool_calls": question.num_calls > 1, "temperature": 0, "max_tokens": 160,
+    }  # fmt: skip
 
 
 async def ask(served: Served, choice: Any) -> list[tuple[Question, dict[str, Any]]]:

@@ -23,13 +23,9 @@ APIS = [{"stream": False}, {"stream": True}, {"responses_api": True}]
 def make_model(server: Server, **options: Any) -> Model:
     config = GenerateConfig(temperature=0, max_tokens=64, max_retries=0, parallel_tool_calls=False)
     return get_model(
-        f"openai-api/aioinfer/{server.model}",
-        base_url=server.base,
-        api_key="none",
-        config=config,
-        memoize=False,
-        **options,
-    )
+        f"openai-api/aioinfer/{server.model}", base_url=server.base, api_key="none", config=config,
+        memoize=False, **options,
+    )  # fmt: skip
 
 
 @tool

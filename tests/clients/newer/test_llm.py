@@ -32,13 +32,9 @@ def run(server: Server, tmp_path: Path) -> Callable[..., str]:
 
     def call(*arguments: str) -> str:
         done = subprocess.run(
-            [*program, *options, *arguments],
-            env=os.environ | {"LLM_USER_PATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+            [*program, *options, *arguments], env=os.environ | {"LLM_USER_PATH": str(tmp_path)},
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
