@@ -320,11 +320,6 @@ class TestPrompts:
     def test_wrong_types(self, prompt: Any, param: str) -> None:
         assert refused(json.dumps({"prompt": prompt}).encode()).param == param
 
-    def test_missing(self) -> None:
-        error = refused(b"{}")
-        assert error.param == "prompt"
-        assert "missing" in error.message
-
     def test_as_many_prompts_as_allowed(self) -> None:
         assert len(completion(prompt=["x"] * MAX_PROMPTS).prompts()) == MAX_PROMPTS
         assert refused(json.dumps({"prompt": ["x"] * (MAX_PROMPTS + 1)}).encode()).param == "prompt"
