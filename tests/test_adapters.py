@@ -9,7 +9,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -373,10 +374,15 @@ def check_nothing_is_left(llm: LLM) -> None:
     assert not host._unreported
 
 
-async def launch(llama: Adapted, **settings: Any) -> AsyncLLM:
+@asynccontextmanager
+async def launched(llama: Adapted, **settings: Any) -> AsyncIterator[AsyncLLM]:
     paths = {name: str(path) for name, path in llama.adapters.items()}
     given = {**SETTINGS, "lora.adapters": paths, **settings}
-    return await AsyncLLM.launch(str(llama.folder), settings=given)
+    llm = await AsyncLLM.launch(str(llama.folder), settings=given)
+    try:
+        yield llm
+    finally:
+        await llm.close()
 
 
 async def generate(llm: AsyncLLM, llama: Adapted, name: str | None, count: int = OUTPUT) -> Any:
@@ -399,8 +405,7 @@ async def until(is_true: Callable[[], object]) -> None:
 
 async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> None:
     """Also where it came first and nothing else ran; and few plans ask for it meanwhile."""
-    llm = await launch(llama)
-    try:
+    async with launched(llama) as llm:
         may_go_on = threading.Event()
         planning, host = halves(llm)
         for _ in range(READERS):
@@ -419,15 +424,12 @@ async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> 
         may_go_on.set()
         output = await asyncio.wait_for(cold, 20)
         assert output.completions[0].token_ids == llama.text("small")
-    finally:
-        await llm.close()
 
 
 async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> None:
     """For a place among the running requests, which another one has; and it stays until the request
     has ended, though it is unloaded meanwhile."""
-    llm = await launch(llama, **{"scheduler.max_num_seqs": 1})
-    try:
+    async with launched(llama, **{"scheduler.max_num_seqs": 1}) as llm:
         planning, _ = halves(llm)
         number = llm.frontend.variants.of(Serving).get("small").number
         first = asyncio.create_task(generate(llm, llama, None, 400))
@@ -443,8 +445,6 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
         assert output.completions[0].token_ids == llama.text("small")
         assert number not in planning._read
         await asyncio.gather(first, return_exceptions=True)
-    finally:
-        await llm.close()
 
 
 async def test_adapters_are_read_before_a_step_is_planned(llama: Adapted) -> None:
@@ -473,8 +473,7 @@ async def test_a_step_may_use_one_adapter_that_enters_with_it(
     llama: Adapted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though others run meanwhile; further ones are for the next step."""
-    llm = await launch(llama)
-    try:
+    async with launched(llama) as llm:
         planning, _ = halves(llm)
         announce, found = planning.announce, list[AdapterChanges]()
 
@@ -494,8 +493,6 @@ async def test_a_step_may_use_one_adapter_that_enters_with_it(
         assert not first.done()
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-    finally:
-        await llm.close()
     entered = [each for each in found if (each.slots >= 0).any()]
     assert sum((each.slots >= 0).sum() for each in entered) == len(ADAPTERS)
     for each in entered:
@@ -510,7 +507,6 @@ async def test_requests_that_wait_for_one_slot_run_with_others_of_their_adapter(
 ) -> None:
     """Not one by one, in whatever order they came."""
     names = ["small", "large"] * 3
-    llm = await launch(llama, **{"lora.max_adapters": 1})
     ended: list[str] = []
 
     async def one(name: str) -> None:
@@ -518,7 +514,7 @@ async def test_requests_that_wait_for_one_slot_run_with_others_of_their_adapter(
         assert output.completions[0].token_ids == llama.text(name)
         ended.append(name)
 
-    try:
+    async with launched(llama, **{"lora.max_adapters": 1}) as llm:
         await llm.frontend.control.pause()
         tasks = [asyncio.ensure_future(one(name)) for name in names]
         scheduler = llm.frontend.engines[0].scheduler
@@ -526,40 +522,34 @@ async def test_requests_that_wait_for_one_slot_run_with_others_of_their_adapter(
         llm.frontend.control.resume()
         await asyncio.gather(*tasks)
         assert ended in (sorted(names), sorted(names, reverse=True))
-    finally:
-        await llm.close()
 
 
 async def test_requests_of_one_adapter_do_not_keep_another_out(llama: Adapted) -> None:
     """Of one slot, for which requests of one adapter come all the time."""
-    llm = await launch(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 2})
     ended: list[str] = []
 
     async def run(name: str) -> None:
         await generate(llm, llama, name)
         ended.append(name)
 
-    try:
+    async with launched(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 2}) as llm:
         async with asyncio.TaskGroup() as group:
             for number in range(12):
                 group.create_task(run("large" if number == 2 else "small"))
         assert ended.index("large") <= 4
-    finally:
-        await llm.close()
 
 
 async def test_a_pause_that_waits_is_not_kept_up_by_the_turn_of_another_adapter(
     llama: Adapted,
 ) -> None:
     """The sequences of a beam search that has begun all get the slot."""
-    llm = await launch(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 4})
 
     async def search(name: str) -> None:
         params = SamplingParams(adapter=name, max_tokens=8, beam_search=BeamSearch(3), n=1)
         async for _ in llm.generate({"prompt_token_ids": llama.prompt}, params):
             pass
 
-    try:
+    async with launched(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 4}) as llm:
         tasks = [asyncio.ensure_future(search(name)) for name in ["small", "large"] * 4]
         scheduler = llm.frontend.engines[0].scheduler
         while not all(task.done() for task in tasks):
@@ -567,8 +557,6 @@ async def test_a_pause_that_waits_is_not_kept_up_by_the_turn_of_another_adapter(
             await asyncio.wait_for(llm.sleep(mode="wait"), 20)
             await llm.wake_up()
         await asyncio.gather(*tasks)
-    finally:
-        await llm.close()
 
 
 def test_an_adapter_never_finds_keys_of_another(llama: Adapted) -> None:

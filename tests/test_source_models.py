@@ -3,8 +3,7 @@ sources however they are batched, cut, cached and preempted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,17 +77,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(folder, request.param, save_model(request.param, folder), {})
 
 
-@contextmanager
-def opened(saved: Saved, **settings: Any) -> Iterator[LLM]:
+def opened(saved: Saved, **settings: Any) -> LLM:
     given = {
         "model.dtype": "float32", "cache.block_size": 16, "parallel.executor": "inline",
         "scheduler.max_num_seqs": 8, "cache.cpu_memory_gib": 0.1, **settings,
     }  # fmt: skip
-    llm = LLM(str(saved.folder), progress=False, settings=given)
-    try:
-        yield llm
-    finally:
-        llm.close()
+    return LLM(str(saved.folder), progress=False, settings=given)
 
 
 def generate(llm: LLM, turns: Sequence[Turn], params: SamplingParams = PARAMS) -> list[Output]:

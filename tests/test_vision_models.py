@@ -4,8 +4,7 @@ however they are batched, cut, cached and preempted."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,17 +67,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(folder, request.param, save_model(request.param, folder), {})
 
 
-@contextmanager
-def opened(saved: Saved, **settings: Any) -> Iterator[LLM]:
+def opened(saved: Saved, **settings: Any) -> LLM:
     given = {
         "model.dtype": "float32", "cache.block_size": 16, "parallel.executor": "inline",
         "scheduler.max_num_seqs": 8, "model.max_model_len": 1024, **settings,
     }  # fmt: skip
-    llm = LLM(str(saved.folder), progress=False, settings=given)
-    try:
-        yield llm
-    finally:
-        llm.close()
+    return LLM(str(saved.folder), progress=False, settings=given)
 
 
 def check(saved: Saved, turns: Sequence[Parts], outputs: Sequence[Output]) -> None:

@@ -228,16 +228,10 @@ def test_planning_ahead_wastes_the_row_after_an_end_token(usual, prompts, expect
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_worker_processes(prompts, expected, ranks):
-    with running(parallel__executor="multiprocess", parallel__tensor_parallel_size=ranks) as llm:
-        assert tokens_of(llm.generate(prompts[17:23], GREEDY)) == expected[17:23]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("stages", [2, 3])
-def test_pipeline_parallel(prompts, expected, stages):
-    with running(parallel__executor="multiprocess", parallel__pipeline_parallel_size=stages) as llm:
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_three_worker_processes(prompts, expected, kind):
+    sizes = {f"parallel__{kind}_parallel_size": 3}
+    with running(parallel__executor="multiprocess", **sizes) as llm:
         assert tokens_of(llm.generate(prompts[17:23], GREEDY)) == expected[17:23]
 
 

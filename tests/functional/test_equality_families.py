@@ -77,18 +77,16 @@ WAYS: dict[str, dict[str, Any]] = {
         "cache__block_size": 4, "cache__cpu_memory_gib": 0.05, "cache__num_blocks": None,
     },
 }  # fmt: skip
-#: Each family once in each run, and each way with one family at least.
-USUAL = {("llama", "batch"), ("llama", "chunks"), ("qwen2", "preempted"), ("qwen3", "small blocks")}
-FAMILIES = ("llama", "qwen2", "qwen3")
-
-
-def usual_or_extended(*values: Any, usual: bool) -> Any:
-    return pytest.param(*values, marks=() if usual else pytest.mark.extended)
+#: Each family once in each run, and each way with one family at least; of the extended tests, each
+#: way with two.
+USUAL = [("llama", "batch"), ("llama", "chunks"), ("qwen2", "preempted"), ("qwen3", "small blocks")]
+EXTENDED = [("llama", "preempted"), ("llama", "small blocks"), ("qwen2", "batch"),
+            ("qwen3", "chunks")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [usual_or_extended(f, w, usual=(f, w) in USUAL) for f in FAMILIES for w in WAYS],
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.extended) for case in EXTENDED)],
     indirect=["family"],
 )
 def test_every_way(family, way):
@@ -100,7 +98,11 @@ def test_every_way(family, way):
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [usual_or_extended(f, r, usual=(f, r) == ("qwen2", 2)) for f in FAMILIES for r in (2, 4)],
+    [
+        ("qwen2", 2),
+        pytest.param("llama", 4, marks=pytest.mark.extended),
+        pytest.param("qwen3", 2, marks=pytest.mark.extended),
+    ],
     indirect=["family"],
 )
 def test_tensor_parallel(family, ranks):

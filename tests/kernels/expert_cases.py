@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from aioinfer.kernels.expert_arguments import SILU, Activation
@@ -229,6 +230,21 @@ def _given(case: ExpertCase, x: torch.Tensor) -> torch.Tensor | ScaledInputs:
     return quantize(x, case.input_format) if case.quantized else x
 
 
+def _weights_and_biases(
+    case: ExpertCase, given: Mixture, like: dict[str, Any]
+) -> tuple[list[Any], tuple[torch.Tensor, torch.Tensor] | None]:
+    """Returns the weights of both products in the case's format, and their biases."""
+    weights = [
+        packed_weight(weight, case.format, gated=gated)
+        for weight, gated in ((given.gate_up, True), (given.down, False))
+    ]
+    if not case.biased:
+        return weights, None
+    shapes = ((case.rule.num_experts, weight.shape[1]) for weight in weights)
+    gate_up_bias, down_bias = (normal(*shape, **like) for shape in shapes)
+    return weights, (gate_up_bias, down_bias)
+
+
 def whole(
     case: ExpertCase,
     config: ExpertConfig | VectorConfig | None = None,
@@ -245,15 +261,7 @@ def whole(
         normal(tokens, case.hidden, **like) if is_there else None for is_there in (residual, added)
     ]
     local = range(case.num_experts) if case.local is None else case.local
-    weights = [
-        packed_weight(weight, case.format, gated=gated)
-        for weight, gated in ((given.gate_up, True), (given.down, False))
-    ]
-    biases = None
-    if case.biased:
-        shapes = ((case.rule.num_experts, weight.shape[1]) for weight in weights)
-        gate_up_bias, down_bias = (normal(*shape, **like) for shape in shapes)
-        biases = gate_up_bias, down_bias
+    weights, biases = _weights_and_biases(case, given, like)
     bias = [None if biases is None else one[local.start : local.stop] for one in biases or (0, 0)]
     options = {"config": config, "dtype": case.dtype}
     gated = expert_product(
@@ -298,15 +306,7 @@ def one_token(case: ExpertCase, config: VectorConfig = CONFIG) -> Pair:
     )  # fmt: skip
     local = range(case.num_experts) if case.local is None else case.local
     some = slice(local.start, local.stop)
-    weights = [
-        packed_weight(weight, case.format, gated=gated)
-        for weight, gated in ((given.gate_up, True), (given.down, False))
-    ]
-    biases = None
-    if case.biased:
-        shapes = ((case.rule.num_experts, weight.shape[1]) for weight in weights)
-        gate_up_bias, down_bias = (normal(*shape, **like) for shape in shapes)
-        biases = gate_up_bias, down_bias
+    weights, biases = _weights_and_biases(case, given, like)
     bias = [None if biases is None else one[some] for one in biases or (0, 0)]
     gated = expert_product(
         x, _part(weights[0], local), found, gated=True, bias=bias[0], activation=case.activation,
