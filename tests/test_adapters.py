@@ -449,8 +449,7 @@ async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> Non
 
 async def test_adapters_are_read_before_a_step_is_planned(llama: Adapted) -> None:
     """Each is there when its request is planned, though another one is dropped meanwhile."""
-    llm = await launch(llama, **{"lora.max_adapters": 1})
-    try:
+    async with launched(llama, **{"lora.max_adapters": 1}) as llm:
         planning, host = halves(llm)
         await llm.frontend.control.pause()
         tasks = [asyncio.create_task(generate(llm, llama, name)) for name in ADAPTERS]
@@ -465,8 +464,6 @@ async def test_adapters_are_read_before_a_step_is_planned(llama: Adapted) -> Non
         for name, output in zip([*ADAPTERS][1:], await asyncio.gather(*tasks), strict=True):
             assert output.completions[0].token_ids == llama.text(name)
         assert dropped not in host._kept
-    finally:
-        await llm.close()
 
 
 async def test_a_step_may_use_one_adapter_that_enters_with_it(

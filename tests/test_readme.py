@@ -1,4 +1,4 @@
-"""What README.md and the pages state about the tree, compared with the tree."""
+"""What README.md and the pages state about the tree and show of the code, compared with both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import aioinfer.models
 from aioinfer.cli.commands import COMMANDS, make_parser, make_server_parser
 from aioinfer.cli.model_options import load
 from aioinfer.config import describe_keys, load_models
+from aioinfer.models import registry
+from aioinfer.models.decoder import DecoderModel
+from tests.paged_model import PagedModel, load_model
+from tests.test_models import SINGLE, TEXTS, VOCAB, assert_close, reference_logits, reference_model
+from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -141,3 +148,69 @@ def test_examples_in_python_import_what_exists(block: str) -> None:
         found = import_module(module)
         for name in re.findall(r"\w+", names):
             assert hasattr(found, name), (module, name)
+
+
+TOUR = (ROOT / "docs" / "tour.md").read_text("utf-8")
+#: The excerpts: the file that the first line names, and the lines behind it.
+EXCERPTS = re.findall(r"^```python\n# (\S+)\n(.*?)\n```$", TOUR, re.MULTILINE | re.DOTALL)
+ELISION = "..."
+
+
+def find_excerpt(excerpt: str, code: str) -> bool:
+    """Whether the lines of an excerpt are lines of `code`, in its order and indentation: those
+    between two elisions (`...`) without a gap."""
+    runs = re.split(rf"^ *{re.escape(ELISION)}$", excerpt, flags=re.MULTILINE)
+    at = 0
+    for run in (run.strip("\n") for run in runs):
+        if run:
+            found = f"\n{code}\n".find(f"\n{run}\n", at)
+            if found < 0:
+                return False
+            at = found + len(run) + 1
+    return True
+
+
+def test_the_tour_has_ten_excerpts() -> None:
+    assert len(EXCERPTS) == TOUR.count("```python") == 10
+    assert len(TOUR.splitlines()) <= 250
+
+
+@pytest.mark.parametrize(
+    ("file", "excerpt"), EXCERPTS, ids=[f"{n}-{file}" for n, (file, _) in enumerate(EXCERPTS, 1)]
+)
+def test_an_excerpt_is_the_code(file: str, excerpt: str) -> None:
+    assert find_excerpt(excerpt, (ROOT / file).read_text("utf-8")), excerpt
+
+
+def test_other_lines_are_found() -> None:
+    code = "def f():\n    a = 1\n    b = 2\n    c = 3\n    return a"
+    assert find_excerpt("    a = 1\n    ...\n    return a", code)
+    assert find_excerpt("def f():\n    a = 1", code)
+    assert not find_excerpt("    a = 1\n    c = 3", code)  # a gap that is not marked
+    assert not find_excerpt("    c = 3\n    ...\n    a = 1", code)  # another order
+    assert not find_excerpt("    a = 2", code)
+    assert not find_excerpt("a = 1", code)  # another indentation
+    assert not find_excerpt("    a = 1\n    ...\n    a = 1", code)  # one line for two
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "adding-a-family.md").read_text("utf-8")
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(PAGE.splitlines()) <= 80
+    file, line, family = re.findall(r"```(?:python)?\n(.*?)```", PAGE, re.DOTALL)
+    name = re.findall(r"`aioinfer/models/(\w+)\.py`", PAGE)[0]
+    assert not (Path(registry.__file__).parent / f"{name}.py").exists()
+    (tmp_path / f"{name}.py").write_text(file, "utf-8")
+    monkeypatch.setattr(aioinfer.models, "__path__", [*aioinfer.models.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "MODULES", [*registry.MODULES, *eval(f"[{line}]")])
+    assert eval(f"[{family}]") == [name]
+    fields = {"sliding_window": 9, "num_key_value_heads": 2}
+    folder = tiny_model(name, tmp_path / "model", vocab_size=VOCAB, **fields)
+    theirs = reference_model(folder)
+    assert type(theirs).__name__ in registry.families()
+    expected = reference_logits(theirs)
+    assert len(set(torch.cat(expected).argmax(-1).tolist())) > 25
+    model = load_model(folder, SINGLE)
+    assert isinstance(model, DecoderModel)
+    assert_close(PagedModel(model, 16).run_at_random(TEXTS, longest=12, seed=0), expected)
