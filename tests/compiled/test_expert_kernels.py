@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product as product_of
 from typing import Any
 
 import pytest
@@ -106,16 +107,22 @@ def test_products(config: ExpertConfig, scanned: bool, gated: bool, partial: boo
     assert ("cp.async.bulk.tensor" in ptx) == config.tma
 
 
-def quantized_products() -> Iterator[tuple[str, ExpertConfig, bool]]:
-    """Yields formats, configurations, and whether there are no buckets."""
+def quantized_products() -> Iterator[tuple[str, ExpertConfig, bool, bool]]:
+    """Yields formats, configurations, whether there are no buckets, and whether the product is
+    gated; in pairs, where several formats have the configurations of one table."""
+    by_table: dict[str, list[str]] = {}
     for format in QUANTIZED:
         name = format if format in TABLES else "weights alone" if "alone" in format else "integers"
-        for scanned, table in zip((True, False), TABLES[name], strict=True):
-            yield from ((format, config, scanned) for _, config in table)
+        by_table.setdefault(name, []).append(format)
+    for name, formats in by_table.items():
+        few, many = TABLES[name]
+        configs = [(config, True) for _, config in few] + [(config, False) for _, config in many]
+        for (i, format), (j, each) in product_of(enumerate(formats), enumerate(configs)):
+            for gated in (True, False) if len(formats) == 1 else ((i + j) % 2 == 0,):
+                yield format, *each, gated
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("format", "config", "scanned"), list(quantized_products()))
+@pytest.mark.parametrize(("format", "config", "scanned", "gated"), list(quantized_products()))
 def test_quantized_products(format: str, config: ExpertConfig, scanned: bool, gated: bool) -> None:
     """In four bits, two numbers at a time are converted, in the registers of the left operand."""
     kernel = product(config, gated=gated, scanned=scanned, format=format)
