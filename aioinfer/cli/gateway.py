@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -35,7 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Passes requests on until SIGINT or SIGTERM."""
+    """Passes requests on until SIGINT or SIGTERM; a second signal does not wait for the requests
+    under way."""
     given = {"server.host": options.host, "server.port": options.port}
     config = load(options, {key: value for key, value in given.items() if value is not None})
     if config.cache.peer_key_file is None:
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _serve(config: Config, servers: Sequence[str], prefill: Sequence[str]) -> None:
     from aioinfer.api.event_stream import gateway_token  # imports PyTorch
+    from aioinfer.cli.server_process import StopSignals
     from aioinfer.gateway.proxy import Gateway
     from aioinfer.gateway.replica import Address
 
@@ -69,8 +70,9 @@ async def _serve(config: Config, servers: Sequence[str], prefill: Sequence[str])
     url = await gateway.start()
     sys.stdout.write(f"The gateway is ready at {url}\n")
     sys.stdout.flush()
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
-    await gateway.stop()
+    stop = StopSignals()
+    try:
+        await stop.first.wait()
+        await gateway.stop(stop.second)
+    finally:
+        stop.close()

@@ -80,7 +80,7 @@ async def serve(configs: Sequence[Config], announce: Callable[[str], None] | Non
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "blocking"))
     errors = LoopErrors(loop)
-    stop = _StopSignals()
+    stop = StopSignals()
     config = configs[0]
     server = HttpServer(config, gateways=GatewayAccess.of(config))
     try:
@@ -104,7 +104,7 @@ async def serve(configs: Sequence[Config], announce: Callable[[str], None] | Non
 
 
 async def _launch(
-    configs: Sequence[Config], server: HttpServer, stop: _StopSignals
+    configs: Sequence[Config], server: HttpServer, stop: StopSignals
 ) -> ModelGroup | None:
     """Returns the models, or None if a signal came before they were ready."""
     logs_json = configs[0].logging.format == "json"
@@ -146,7 +146,7 @@ def _field_name(text: str) -> str:
     return re.sub(r"\W+", "_", text.lower())
 
 
-async def _run(server: HttpServer, models: ModelGroup, stop: _StopSignals) -> int:
+async def _run(server: HttpServer, models: ModelGroup, stop: StopSignals) -> int:
     """Waits for a signal or the engine's death, and after a signal for the requests under way.
 
     Returns the exit status.
@@ -167,7 +167,7 @@ async def _run(server: HttpServer, models: ModelGroup, stop: _StopSignals) -> in
     return 1
 
 
-class _StopSignals:
+class StopSignals:
     """SIGTERM and SIGINT as events: the first requests a graceful shutdown, the second for an
     immediate one. SIGHUP ends the process, as a terminal that closes wants it, until `on_hangup`
     gives it another meaning."""

@@ -24,7 +24,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 
 import aiohttp
@@ -223,16 +223,25 @@ class Gateway:
         self._listener.listen()
         return url
 
-    async def stop(self) -> None:
+    async def stop(self, at_once: asyncio.Event | None = None) -> None:
         """Takes no more requests, passes on the replies to the requests that have come within
-        `server.shutdown_timeout_s`, and ends."""
+        `server.shutdown_timeout_s`, and ends; does not wait once `at_once` is set."""
         self._obstacle = "the gateway is shutting down"
-        await asyncio.sleep(self._settings.shutdown_delay_s)
-        await self._listener.stop()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(
-                self._handling.wait_for_none(), self._settings.shutdown_timeout_s
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future((at_once or asyncio.Event()).wait())
+        ]
+        try:
+            await asyncio.wait(waits, timeout=self._settings.shutdown_delay_s)
+            await self._listener.stop()
+            waits.append(asyncio.ensure_future(self._handling.wait_for_none()))
+            await asyncio.wait(
+                waits,
+                timeout=self._settings.shutdown_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
+        finally:
+            for each in waits:
+                each.cancel()
         await self._members.close()
         if self._prefill_members is not None:
             await self._prefill_members.close()

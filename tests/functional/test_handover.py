@@ -237,8 +237,16 @@ async def test_the_command(folder: Path) -> None:
                     targets = await response.json()
                 expected_urls = [url, found.prefill.address.url]
                 assert [each["labels"]["replica"] for each in targets] == expected_urls
-            process.terminate()
-            assert await process.wait() == 0
+                body = {"prompt": PROMPTS[1], "max_tokens": 60, "ignore_eos": True, "stream": True}
+                async with http.post("/v1/completions", json=body) as response:
+                    await response.content.readline()
+                    await found.decode._frontend.control.pause()
+                    process.terminate()
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(asyncio.shield(process.wait()), 1)
+                    process.terminate()  # which does not wait
+                    assert await asyncio.wait_for(process.wait(), 20) == 0
+                found.decode._frontend.control.resume()
         finally:
             if process.returncode is None:
                 process.kill()
