@@ -286,7 +286,7 @@ async def test_a_hangup_reads_the_keys_again_and_ends_nothing() -> None:
     async def reload() -> None:
         reloaded.set()
 
-    stop = server_process._StopSignals()
+    stop = server_process.StopSignals()
     try:
         stop.on_hangup(reload)
         for _ in range(2):
