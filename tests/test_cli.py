@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -255,6 +256,41 @@ async def test_a_chat_with_a_server_of_its_own_ways_says_what_is_wrong(
     assert status == 1
     (line,) = errors.splitlines()
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "errors"),
+    [
+        (None, 0, ""),  # a pipe that is not read
+        ("/dev/full", 2, "aioinfer: the answer cannot be written: No space left on device\n"),
+    ],
+)
+async def test_a_chat_whose_output_cannot_be_written_ends(
+    output: str | None, status: int, errors: str
+) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return await stream(request, sse(chunk(content="Hello"), "[DONE]"))
+
+    def talk(url: str) -> subprocess.CompletedProcess[str]:
+        if output is None:
+            reading, writing = os.pipe()
+            os.close(reading)
+        else:
+            writing = os.open(output, os.O_WRONLY)
+        with os.fdopen(writing, "wb") as stdout:
+            return subprocess.run(
+                [sys.executable, "-m", "aioinfer", "chat", "--url", url],
+                input="one\n" * 5, stdout=stdout, stderr=subprocess.PIPE, text=True,
+                timeout=60, cwd=ROOT, check=False,
+            )  # fmt: skip
+
+    async with serving(answer) as url:
+        ended = await asyncio.to_thread(talk, url)
+    assert (ended.returncode, ended.stderr) == (status, errors)
+    assert len(asked) <= 1, "the other questions are not asked"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from aioinfer.checkpoint.source import check_files
+from aioinfer.cli.commands import discard_output
 from aioinfer.cli.interrupts import ended_by_interrupts
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.cli.terminal import AnswerView, MessageReader, make_view, write
@@ -125,7 +126,13 @@ def run(options: argparse.Namespace) -> int:
         chat = Chat(server, given, options.system)
         if sys.stdin.isatty():
             write(f"{model} at {server.url}; /help lists the commands\n")
-        return chat.run()
+        try:
+            return chat.run()
+        except OSError as error:  # of stdout: a server's are `ChatError`
+            discard_output()
+            if isinstance(error, BrokenPipeError):  # `| head` is no error
+                return 0
+            raise ChatError(f"the answer cannot be written: {error.strerror}") from error
 
 
 @dataclass(slots=True)
@@ -196,7 +203,7 @@ class ChatServer:
         body = {"messages": messages} | options | fields
         with closing(self._request("POST", "/v1/chat/completions", body)) as response:
             has_ended = False
-            for raw in response:
+            for raw in self._lines(response):
                 data = raw.strip().removeprefix(b"data:").strip()
                 if not raw.startswith(b"data:"):
                     continue
@@ -208,6 +215,13 @@ class ChatServer:
                     yield event
             if not has_ended:
                 raise ChatError(f"{self.url} broke off its answer")
+
+    def _lines(self, response: HTTPResponse) -> Iterator[bytes]:
+        """Yields the lines of a response. Raises `ChatError` where the connection is lost."""
+        try:
+            yield from response
+        except (OSError, HTTPException) as error:
+            raise ChatError(f"{self.url} broke off its answer") from error
 
     def _decode(self, data: bytes) -> Event:
         """Returns an event. Raises `ChatError` for an error of the server's, and for what is no
@@ -273,12 +287,10 @@ class Chat:
             figures = pace.describe()
         except KeyboardInterrupt:
             figures = "stopped"
-        except (ChatError, OSError, HTTPException) as error:
+        except ChatError as error:
             if answer:
                 view.end("")
-            is_ours = isinstance(error, ChatError)
-            message = str(error) if is_ours else f"{self.server.url} broke off its answer"
-            sys.stderr.write(f"aioinfer: {message}\n")
+            sys.stderr.write(f"aioinfer: {error}\n")
             return False
         view.end(figures)
         self.messages = [*asked, {"role": "assistant", "content": answer}]
