@@ -16,6 +16,7 @@ from aioinfer.config import MediaConfig, ModelConfig
 from aioinfer.engine import pictures
 from aioinfer.errors import ConfigError, OverloadedError
 from aioinfer.features.pictures.planning import Planning
+from aioinfer.features.pictures.worker import pictures_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.llm import LLM, Output
@@ -35,6 +36,7 @@ from tests.vision_models import (
     reference_output,
     save_model,
 )
+from tests.worker_extension import count_pictures
 
 TOKENS = 8
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
@@ -222,12 +224,35 @@ def test_preemption(saved: Saved) -> None:
         assert llm.frontend.stats()["preemptions"] > 0
 
 
-@pytest.mark.extended
-@EVERY
+@ONE
 def test_two_ranks(saved: Saved) -> None:
+    """Each computes some of the pictures of a step."""
     settings = {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": 2}
     with opened(saved, **settings) as llm:
+        assert llm.collective_rpc(count_pictures) == [[], []]
         check(saved, TURNS, chat(llm, TURNS))
+        first, second = llm.collective_rpc(count_pictures)
+        # a picture that is alone in its step is computed by both
+        assert len(features_of(llm).cache) <= sum(first) + sum(second)
+        assert min(sum(first), sum(second)) < len(features_of(llm).cache)
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "expected"),
+    [
+        ([4, 4], 2, [(0, 1), (1, 2)]),
+        ([4, 4, 4], 2, [(0, 1), (1, 3)]),
+        ([100, 1, 1], 2, [(0, 1), (1, 3)]),
+        ([1, 1, 100], 2, [(0, 2), (2, 3)]),
+        ([5], 3, [(0, 0), (0, 1), (1, 1)]),
+        ([1, 2, 3, 4, 5, 6], 3, [(0, 3), (3, 5), (5, 6)]),
+    ],
+)
+def test_pictures_of_ranks(counts: list[int], size: int, expected: list[tuple[int, int]]) -> None:
+    """Each picture is one rank's."""
+    found = [pictures_of_rank(counts, rank, size) for rank in range(size)]
+    assert found == expected
+    assert [n for first, end in found for n in range(first, end)] == [*range(len(counts))]
 
 
 @ONE

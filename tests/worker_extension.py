@@ -69,3 +69,18 @@ def limit_open_files(worker: Any, rank: int, count: int) -> int:
     if worker.rank == rank:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     return before
+
+
+def count_pictures(worker: Any) -> list[int]:
+    """Has a worker count from now on how many pictures its tower computes at a time. Returns what
+    it has counted so far."""
+    tower = worker.runner.model.tower
+    if not hasattr(worker, "counted_pictures"):
+        encode, worker.counted_pictures = tower.encode, []
+
+        def counted(pixels: Any, grids: Any) -> torch.Tensor:
+            worker.counted_pictures.append(len(pixels))
+            return encode(pixels, grids)
+
+        tower.encode = counted
+    return list(worker.counted_pictures)

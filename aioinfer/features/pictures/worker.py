@@ -1,14 +1,17 @@
 """Worker half of pictures: computes the embeddings of pictures, keeps them, and puts them in the
 place of tokens.
 
-Every tensor-parallel rank computes all pictures with the whole tower, and keeps all embeddings. Of
-a pipeline the first stage does; the others learn where pictures are, and where RoPE places tokens.
+Each tensor-parallel rank has the whole tower. The ranks divide the pictures of a step, and all keep
+all embeddings; a single picture is computed by every rank. Of a pipeline the first stage does so;
+the others learn where pictures are, and where RoPE places tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,8 +59,7 @@ class Work(WorkerFeature):
         """See `WorkerFeature.change_inputs`."""
         if len(section.targets) and self._encodes:
             targets = self.rank.upload(section.targets).long()
-            pictures, grids = self._pictures(section)
-            self.embeddings.index_copy_(0, targets, self._tower.encode(pictures, grids))
+            self.embeddings.index_copy_(0, targets, self._encode(section))
         tokens = spread(first_tokens(plan, section.slots), section.lengths, 1)
         if self._encodes or len(section.blocks):
             rows = np.full(max(step.padded, plan.num_tokens), -1, np.int64)
@@ -83,16 +85,32 @@ class Work(WorkerFeature):
     def _pictures_of(self, step: Step) -> StepPictures:
         return StepPictures(self._rows[: len(step.inputs.input_ids)], self.embeddings)
 
-    def _pictures(self, section: PictureRows) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        """Returns the pixels of the pictures that are to be encoded, on the device, and their
-        grids."""
-        flat = self.rank.upload(section.pixels.view(np.uint8))
-        shapes = section.shapes.tolist()
-        sizes = [tiles * height * width * 3 for tiles, height, width, *_ in shapes]
-        ends = list(itertools.accumulate(sizes))
+    def _encode(self, section: PictureRows) -> torch.Tensor:
+        """Returns the embeddings of the pictures of a step, [E, width], one picture's behind the
+        other's. Where there are several, each rank computes some, and the sum of what the ranks
+        have is all of them."""
+        group, counts = self.rank.model.backend.group, section.shapes[:, 5].tolist()
+        if group.size == 1 or len(counts) == 1:
+            return self._tower.encode(*self._pictures(section, 0, len(counts)))
+        found = self.embeddings.new_zeros(sum(counts), self._tower.width)
+        first, end = pictures_of_rank(counts, group.rank, group.size)
+        if first < end:
+            start = sum(counts[:first])
+            rows = slice(start, start + sum(counts[first:end]))
+            found[rows] = self._tower.encode(*self._pictures(section, first, end))
+        return group.all_reduce(found)
+
+    def _pictures(
+        self, section: PictureRows, first: int, end: int
+    ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        """Returns the pixels of the pictures from `first` to `end` of those that are to be encoded,
+        on the device, and their grids."""
+        sizes = [3 * math.prod(shape[:3]) for shape in section.shapes.tolist()]
+        start = sum(sizes[:first])
+        shapes, sizes = section.shapes[first:end].tolist(), sizes[first:end]
+        flat = self.rank.upload(section.pixels.view(np.uint8)[start : start + sum(sizes)])
         pixels = [
-            flat[end - size : end].view(*shape[:3], 3)
-            for end, size, shape in zip(ends, sizes, shapes, strict=True)
+            part.view(*shape[:3], 3) for part, shape in zip(flat.split(sizes), shapes, strict=True)
         ]
         return pixels, [(shape[3], shape[4]) for shape in shapes]
 
@@ -126,6 +144,22 @@ class Work(WorkerFeature):
             np.array([shape], np.int32), targets, pack_pixels([picture.pixels]),
             np.empty((0, 3), np.int32),
         )  # fmt: skip
+
+
+def pictures_of_rank(counts: Sequence[int], rank: int, size: int) -> tuple[int, int]:
+    """Returns the first picture that a rank of `size` computes, and the one behind its last.
+
+    Args:
+        counts: the embeddings of each picture; ranks get as equal parts of their sum as whole
+            pictures allow.
+    """
+    ends = list(itertools.accumulate(counts))
+    total = ends[-1]
+    owners = [
+        min(size - 1, size * (end + end - count) // (2 * total))
+        for end, count in zip(ends, counts, strict=True)
+    ]
+    return bisect_left(owners, rank), bisect_right(owners, rank)
 
 
 def _blocks(plan: StepPlan, section: PictureRows) -> list[PictureBlock]:
