@@ -4,6 +4,7 @@ loaded to the numbers that their own formulas give; sharding; models."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,8 @@ def dequantize_folder(folder: Path, out: Path) -> Path:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     format = Format(lambda weight: {}, config.pop("quantization_config"))
     tensors = load_file(folder / "model.safetensors")
-    modules = sorted({name.rpartition(".")[0] for name in tensors if "_proj." in name})
+    integers = ".qweight", ".weight_packed"
+    modules = sorted(name.rpartition(".")[0] for name in tensors if name.endswith(integers))
     for module in modules:
         own = {
             name.rpartition(".")[2]: tensors.pop(name)
@@ -296,6 +298,39 @@ def test_tokens_are_those_of_the_dequantized_model(name: str, dense: Path, tmp_p
     expected = generate(dequantize_folder(quantized, tmp_path / "dequantized"))
     assert generate(quantized) == expected
     assert expected != generate(dense), "rounding to 4 bits changes nothing here"
+
+
+#: Of models with states: what quantizers leave as it is.
+UNQUANTIZED = (
+    "in_proj_ba", "in_proj_a", "in_proj_b", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj",
+    "g_b_proj", "gate", "shared_expert_gate", "router.layer", "conv1d", "conv", "q_conv1d",
+    "k_conv1d", "v_conv1d",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gptq", "packed"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "granitemoehybrid", "falcon_h1",
+        "nemotron_h", "kimi_linear",
+    ],
+)  # fmt: skip
+def test_layers_with_states(family: str, name: str, tmp_path: Path):
+    dense = tiny_model(family, tmp_path / "dense", hidden_size=64)
+    kept = "|".join(map(re.escape, UNQUANTIZED))
+    linear = re.compile(
+        rf"(model|backbone)\.layers\.\d+\.(?!.*\b({kept})\.weight)(?!.*norm).*\.weight"
+    )
+    quantized = quantize_folder(dense, tmp_path / "quantized", FOLDERS[name], linear)
+    config = json.loads((quantized / "config.json").read_text("utf-8"))
+    given = config["quantization_config"]
+    given["dynamic"] = {rf"-:.*\.{module}$": {} for module in UNQUANTIZED}
+    given["ignore"] = ["lm_head", *(rf"re:.*\.{module}$" for module in UNQUANTIZED)]
+    (quantized / "config.json").write_text(json.dumps(config), "utf-8")
+    expected = generate(dequantize_folder(quantized, tmp_path / "dequantized"))
+    assert generate(quantized) == expected
+    assert expected != generate(dense)
 
 
 @pytest.mark.extended

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,10 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**GPTQ, "group_size": 0}, "group_size must be -1 or above 0, not 0"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not supported"),
     ({**GPTQ, "lm_head": True}, "quantization_config.lm_head is not supported for GPTQ"),
-    ({**GPTQ, "dynamic": {"-:.*": {}}}, "quantization_config.dynamic is not supported for GPTQ"),
+    ({**GPTQ, "dynamic": ["-:.*"]}, "quantization_config.dynamic must be an object"),
+    ({**GPTQ, "dynamic": {"-:.*": 4}}, "quantization_config.dynamic: '-:.*' must have an object"),
+    ({**GPTQ, "dynamic": {"-:[": {}}}, "'re:[' is no pattern"),
+    ({**GPTQ, "dynamic": {"mlp": {"bits": 3}}}, "bits"),
     ({**AWQ, "version": "gemv"}, "version = 'gemv' is not supported; these are: gemm"),
     ({**AWQ, "bits": 8}, "bits = 8 is not supported; these are: 4"),
     ({"quant_method": "compressed-tensors"}, "config_groups must be an object that is not empty"),
@@ -234,3 +238,24 @@ def test_multipliers_that_a_format_has_no_scales_for() -> None:
     sources = [Source("model.layers.0.mlp.experts.up_proj", Shard.whole(32), scale=2.0)]
     with pytest.raises(ConfigError, match=r"up_proj is multiplied with a constant .* for mxfp4"):
         make_weight(sources, Shard.whole(32), backend, found)
+
+
+def test_rules_of_gptq_modules() -> None:
+    """The first rule of `dynamic` that matches holds; regular expressions begin at the name's
+    beginning."""
+    rules = {
+        "lm_head": {}, "-:.*attn.*": {}, "+:.*experts": {"bits": 8, "group_size": -1},
+        "-:.*experts.*": {}, ".*down_proj": {"sym": False},
+    }  # fmt: skip
+    quantization = read_quantization({"quantization_config": {**GPTQ, "dynamic": rules}})
+    assert quantization is not None
+    plain = GroupScheme("gptq", 4, 128, has_zeros=False)
+    expected = {
+        "model.layers.0.self_attn.q_proj": None,
+        "model.layers.0.linear_attn.in_proj_qkvz": None,
+        "model.layers.0.mlp.experts.3.up_proj": GroupScheme("gptq", 8, None, has_zeros=False),
+        "model.layers.0.mlp.down_proj": replace(plain, has_zeros=True),
+        "model.layers.0.mlp.up_proj": plain,
+        "lm_head": None,
+    }
+    assert {module: quantization.scheme_of(module) for module in expected} == expected

@@ -80,22 +80,41 @@ def _read_fp8(found: Mapping[str, Any]) -> Quantization:
 
 def _read_gptq(found: Mapping[str, Any]) -> Quantization:
     """GPTQ (Frantar et al. 2023), as AutoGPTQ and GPTQModel write it."""
-    bits = _read_bits(found)
     layout = found.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise _unsupported("checkpoint_format", layout, ("gptq", "gptq_v2"))
-    for name in ("dynamic", "lm_head"):
-        if found.get(name):
-            raise ConfigError(f"quantization_config.{name} is not supported for GPTQ")
-    has_order, is_symmetric = bool(found.get("desc_act")), bool(found.get("sym", True))
-    layout = cast(Literal["gptq", "gptq_v2"], layout)
-    group_size = _read_group_size(found.get("group_size"))
-    scheme = GroupScheme(layout, bits, group_size, not is_symmetric, has_order)
+    if found.get("lm_head"):
+        raise ConfigError("quantization_config.lm_head is not supported for GPTQ")
     blocks = found.get("modules_in_block_to_quantize") or found.get("inside_layer_modules")
     names = [name for block in blocks for name in block] if blocks else ["Linear"]
+    groups = [*_read_dynamic(found), (_read_names(names), _read_gptq_scheme(found))]
     # AutoGPTQ writes a bias of zeros for layers that have none
-    groups = [(_read_names(names), scheme)]
     return Quantization("gptq", groups, ["lm_head"], _GPTQ_UNUSED, zero=(".bias",))
+
+
+def _read_gptq_scheme(found: Mapping[str, Any]) -> GroupScheme:
+    """Returns the scheme of the fields of a configuration, or of a rule of `dynamic`."""
+    layout = cast(Literal["gptq", "gptq_v2"], found.get("checkpoint_format", "gptq"))
+    has_order, is_symmetric = bool(found.get("desc_act")), bool(found.get("sym", True))
+    group_size = _read_group_size(found.get("group_size"))
+    return GroupScheme(layout, _read_bits(found), group_size, not is_symmetric, has_order)
+
+
+def _read_dynamic(found: Mapping[str, Any]) -> list[tuple[Sequence[str], Scheme | None]]:
+    """Returns the groups of GPTQModel's `dynamic`, whose keys are regular expressions of modules:
+    behind "-:" of those that are not quantized, otherwise, or behind "+:", of those with other
+    fields. The first that matches holds."""
+    dynamic = found.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise ConfigError(f"quantization_config.dynamic must be an object, not {dynamic!r}")
+    groups: list[tuple[Sequence[str], Scheme | None]] = []
+    for rule, fields in dynamic.items():
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"quantization_config.dynamic: {rule!r} must have an object")
+        names = _read_names([f"re:{rule.removeprefix('-:').removeprefix('+:')}"])
+        is_kept = rule.startswith("-:")
+        groups.append((names, None if is_kept else _read_gptq_scheme({**found, **fields})))
+    return groups
 
 
 def _read_awq(found: Mapping[str, Any]) -> Quantization:

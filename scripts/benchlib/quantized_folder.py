@@ -266,13 +266,16 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def quantize_folder(folder: Path, out: Path, scheme: str | Format) -> Path:
+def quantize_folder(
+    folder: Path, out: Path, scheme: str | Format, linear: re.Pattern[str] = _LINEAR
+) -> Path:
     """Writes a quantized copy of a model folder and returns it.
 
     Args:
         folder: with safetensors files in 16 or 32 bits.
         out: is made; weights go into one file of it, all other files are copied.
         scheme: of `FORMATS`, or another.
+        linear: matches the names of the weights that are quantized.
     """
     format = FORMATS[scheme] if isinstance(scheme, str) else scheme
     out.mkdir(parents=True, exist_ok=True)
@@ -284,7 +287,7 @@ def quantize_folder(folder: Path, out: Path, scheme: str | Format) -> Path:
     (out / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
     tensors: Tensors = {}
     for name, tensor in _tensors_of(folder):
-        if not _LINEAR.fullmatch(name):
+        if not linear.fullmatch(name):
             tensors[name] = tensor
             continue
         module = name.removesuffix(".weight")

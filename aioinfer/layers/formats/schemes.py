@@ -97,8 +97,8 @@ class Quantization:
 
     Attributes:
         name: for people, such as "compressed-tensors" or "fp8".
-        groups: pairs of patterns and the scheme of the modules that one of them matches; the first
-            group that matches holds.
+        groups: pairs of patterns and the scheme of the modules that one of them matches, None for
+            modules that are not quantized; the first group that matches holds.
         ignored: patterns of modules that are not quantized.
         unused: ends of the names of tensors that such checkpoints have and no format needs.
         zero: ends of the names of tensors that no format needs if they are all zero.
@@ -106,7 +106,7 @@ class Quantization:
     """
 
     name: str
-    groups: Sequence[tuple[Sequence[str], Scheme]]
+    groups: Sequence[tuple[Sequence[str], Scheme | None]]
     ignored: Sequence[str] = ()
     unused: Sequence[str] = ()
     zero: Sequence[str] = ()
