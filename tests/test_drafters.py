@@ -87,8 +87,13 @@ def test_the_default_method(tmp_path: Path) -> None:
         model = str(tmp_path / name)
         assert method(plain, f"speculation.model={model}") == (found, model)
     config = json.loads((with_head / "config.json").read_text("utf-8"))
-    for method_of_checkpoint, found in (("gptq", "ngram"), ("fp8", "mtp")):
-        quantized = {"quant_method": method_of_checkpoint, "bits": 4, "group_size": 32}
+    rule = {"dynamic": {"-:.*mtp.*": {}}}
+    for checkpoint, rules, found in (
+        ("gptq", {}, "ngram"),
+        ("fp8", {}, "mtp"),
+        ("gptq", rule, "mtp"),
+    ):
+        quantized = {"quant_method": checkpoint, "bits": 4, "group_size": 32, **rules}
         text = json.dumps(config | {"quantization_config": quantized})
         (with_head / "config.json").write_text(text, "utf-8")
         assert method(with_head) == (found, None)

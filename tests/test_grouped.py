@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.config import load_config
+from aioinfer.engine.served_model import with_speculation
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats import make_weight
@@ -32,6 +34,7 @@ from benchlib.quantized_folder import (
     quantize_folder,
     round_to_groups,
 )
+from tests.mtp_models import mtp_model
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -260,9 +263,10 @@ def settings(ranks: int) -> dict[str, Any]:
     }
 
 
-def generate(folder: Path, ranks: int = 1) -> list[list[int]]:
+def generate(folder: Path, ranks: int = 1, method: str = "auto") -> list[list[int]]:
     prompts = [[5, 6, 7], [9, 3, 100, 42, 8]]
-    with LLM(str(folder), settings=settings(ranks), progress=False) as llm:
+    given = settings(ranks) | {"speculation.method": method}
+    with LLM(str(folder), settings=given, progress=False) as llm:
         return [output.token_ids for output in llm.generate(prompts, GREEDY)]
 
 
@@ -331,6 +335,26 @@ def test_layers_with_states(family: str, name: str, tmp_path: Path):
     expected = generate(dequantize_folder(quantized, tmp_path / "dequantized"))
     assert generate(quantized) == expected
     assert expected != generate(dense)
+
+
+def test_a_head_that_rules_leave_as_it_is(tmp_path: Path):
+    """With the rules of published checkpoints of Qwen3.5: experts are quantized, and not attention,
+    the shared expert and the head for further tokens, which drafts."""
+    dense, _ = mtp_model("qwen3_5_moe", tmp_path / "dense", hidden_size=64)
+    linear = re.compile(r"model\.layers\.\d+\.mlp\.experts\..*\.weight")
+    quantized = quantize_folder(dense, tmp_path / "quantized", FOLDERS["gptq"], linear)
+    config = json.loads((quantized / "config.json").read_text("utf-8"))
+    left = "attn", "shared_expert", "mtp", "visual"
+    rules = {"lm_head": {}, **{f"-:.*{module}.*": {} for module in left}}
+    config["quantization_config"]["dynamic"] = rules
+    (quantized / "config.json").write_text(json.dumps(config), "utf-8")
+    expected = generate(quantized, method="none")
+    assert (
+        generate(dequantize_folder(quantized, tmp_path / "dequantized"), method="none") == expected
+    )
+    assert generate(quantized, method="auto") == expected
+    settings_of_auto = load_config(None, [f"model.path={quantized}"])
+    assert with_speculation(settings_of_auto, quantized).speculation.method == "mtp"
 
 
 @pytest.mark.extended

@@ -15,7 +15,7 @@ from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
-from aioinfer.models.mtp import has_mtp
+from aioinfer.models.mtp import find_projection
 from aioinfer.models.registry import build_model
 from tests.mtp_models import LAYOUTS, mtp_model
 from tests.paged_model import CPU, PagedModel, model_options
@@ -68,9 +68,9 @@ def test_adapters_do_not_change_the_head(tmp_path: Path) -> None:
 
 def test_whether_a_checkpoint_has_a_head(tmp_path: Path) -> None:
     plain = tiny_model("qwen2", tmp_path / "plain")
-    assert not has_mtp(plain)
+    assert find_projection(plain) is None
     for name in LAYOUTS:
-        assert has_mtp(mtp_model(name, tmp_path / name)[0])
+        assert find_projection(mtp_model(name, tmp_path / name)[0]) is not None
 
 
 def test_a_model_without_a_head_cannot_have_one(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ class MtpHead:
         return self._norm(stream.hidden)
 
 
-def has_mtp(folder: Path) -> bool:
-    """Whether the checkpoint in a folder has the tensors of a head. Raises `ConfigError` if its
-    files cannot be read."""
-    return any(map(_PROJECTION.match, locate_tensors(folder)))
+def find_projection(folder: Path) -> str | None:
+    """Returns the module that projects the inputs of the head of the checkpoint in a folder; None
+    for a checkpoint without a head. Raises `ConfigError` if its files cannot be read."""
+    names = (name for name in locate_tensors(folder) if _PROJECTION.match(name))
+    return next((name.rpartition(".")[0] for name in names), None)

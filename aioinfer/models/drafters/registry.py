@@ -20,7 +20,8 @@ from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.eagle3 import Eagle3Config, is_eagle3, make_eagle3
 from aioinfer.models.drafters.mtp import MtpDrafter
-from aioinfer.models.mtp import has_mtp
+from aioinfer.models.mtp import find_projection
+from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import CausalLMConfig, build_model, load_model_config
 
 
@@ -37,9 +38,11 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     is_random = config.model.load_format.startswith("dummy")
     if not may_have_head or is_random:
         return "ngram"
-    # other quantized checkpoints mostly lack the head, or have it unquantized without saying so
-    quantized = (read_json(folder).get("quantization_config") or {}).get("quant_method")
-    return "mtp" if quantized in (None, "fp8") and has_mtp(folder) else "ngram"
+    projection, quantized = find_projection(folder), read_quantization(read_json(folder))
+    # some quantized checkpoints have the head as it was without saying so, and could not be loaded
+    if projection is None or quantized is None or quantized.name == "fp8":
+        return "ngram" if projection is None else "mtp"
+    return "mtp" if quantized.scheme_of(projection) is None else "ngram"
 
 
 def drafter_options(config: Config) -> ModelConfig:
