@@ -38,7 +38,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import BeamSearch, SamplingParams
-from aioinfer.worker.late_section import LateSection
+from aioinfer.worker.features import LateSection
 from tests.adapter_files import digest_adapter
 from tests.adapters import adapted_text, make_adapter, prompt_scores
 from tests.encoder_models import tiny_encoder

@@ -7,7 +7,7 @@ The features themselves are in `aioinfer.features`; `step_works` calls them. `ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -173,6 +173,27 @@ class PendingSection:
     def to_sections(self) -> list[Section]:
         """Returns the section, or none where there is nothing to tell, once the step is over."""
         return [self.to_section()]
+
+
+@dataclass(frozen=True, slots=True)
+class LateSection(PendingSection):
+    """A section of int32 columns that is made when its step is over, and not when it is launched,
+    which is a step or two before: features that read in threads report by it what has been read.
+
+    Attributes:
+        report: returns the rows; without any there is no section.
+    """
+
+    report: Callable[[], Sequence[Sequence[int]]]
+
+    def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
+        """See `PendingSection.fetch`: nothing is on the device."""
+        return self
+
+    def to_sections(self) -> list[Section]:
+        """See `PendingSection.to_sections`."""
+        rows = np.array(self.report(), np.int32).reshape(-1, len(fields(self.kind)))
+        return [self.kind(*rows.T.copy())] if len(rows) else []
 
 
 class WorkerFeature:

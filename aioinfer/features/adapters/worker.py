@@ -35,8 +35,7 @@ from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import ADAPTERS, StoreTally, Tally
 from aioinfer.layers.backend import Backend
-from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
-from aioinfer.worker.late_section import LateSection
+from aioinfer.worker.features import LateSection, PendingSection, Rank, WorkerFeature
 from aioinfer.worker.pinned_memory import PinnedMemory
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import KV_BLOCKS
 from aioinfer.scheduler.kv_connector import DiskConnector as DiskPlanning
 from aioinfer.scheduler.peer_connector import PeerConnector as PeerPlanning
-from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
+from aioinfer.worker.features import LateSection, PendingSection, Rank, WorkerFeature
 from aioinfer.worker.host_blocks import (
     BlockCopies,
     EndedLoad,
@@ -29,7 +29,6 @@ from aioinfer.worker.host_blocks import (
 from aioinfer.worker.kv_connector import Ended, HostBlock, KVConnector
 from aioinfer.worker.kv_disk import DiskConnector
 from aioinfer.worker.kv_peers import PeerConnector
-from aioinfer.worker.late_section import LateSection
 
 #: A plan that has nothing but reads waits so long for the first of them, and not longer: plans
 #: behind it wait as well.
