@@ -22,9 +22,9 @@ from aioinfer.ipc.kv_files import BrokenFileError, KVFiles, list_common
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.read_tally import ADAPTERS, KV_BLOCKS, MAX_READS, ReadTally, StoreTally, Tally
 from aioinfer.scheduler.stored_blocks import Move
-from aioinfer.worker import kv_disk
+from aioinfer.worker import kv_connector
 from aioinfer.worker.host_blocks import BlockCopies, make_host_blocks
-from aioinfer.worker.kv_disk import DiskConnector
+from aioinfer.worker.kv_connector import DiskConnector
 from aioinfer.worker.kv_tensors import KVTensors
 
 OURS, OTHER = b"1" * 16, b"2" * 16
@@ -154,7 +154,7 @@ def test_a_block_that_makes_room_for_another_is_not_written_as_the_other(tmp_pat
         def save(self, moves: np.ndarray) -> Callable[[], None]:
             groups[0][3].fill_(9)
             may_begin.set()
-            until(lambda: tier._waiting_writes._value == kv_disk._MAX_WRITES)
+            until(lambda: tier._waiting_writes._value == kv_connector._MAX_WRITES)
             return lambda: None
 
     work = Work.__new__(Work)

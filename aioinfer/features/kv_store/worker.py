@@ -26,8 +26,7 @@ from aioinfer.worker.host_blocks import (
     make_copies,
     make_host_blocks,
 )
-from aioinfer.worker.kv_connector import Ended, HostBlock, KVConnector
-from aioinfer.worker.kv_disk import DiskConnector
+from aioinfer.worker.kv_connector import DiskConnector, Ended, HostBlock, KVConnector
 from aioinfer.worker.kv_peers import PeerConnector
 
 #: A plan that has nothing but reads waits so long for the first of them, and not longer: plans
