@@ -11,7 +11,6 @@ import pytest
 
 from aioinfer.errors import RequestError
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES, check_schema
-from aioinfer.text.schema_closing import close_objects
 from aioinfer.text.schema_numbers import check_numbers, exact_bounds
 from aioinfer.text.schema_parts import with_parts
 from aioinfer.text.schema_rewriting import rewrite
@@ -56,50 +55,6 @@ def test_what_is_passed_on(schema: Any) -> None:
 def test_what_is_refused(schema: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         check_schema(schema)
-
-
-A = {"properties": {"a": {}}}
-CLOSED = A | {"additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("schema", "closed"),
-    [
-        # as pydantic writes a model with others in it
-        ({"properties": {"a": {"$ref": "#/$defs/A"}, "b": {"anyOf": [A, {"type": "null"}]},
-                         "c": {"type": "array", "items": A}}, "required": ["a"], "$defs": {"A": A}},
-         {"properties": {"a": {"$ref": "#/$defs/A"}, "b": {"anyOf": [CLOSED, {"type": "null"}]},
-                         "c": {"type": "array", "items": CLOSED}}, "required": ["a"],
-          "$defs": {"A": CLOSED}, "additionalProperties": False}),
-        ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}},
-         {"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": CLOSED}}),
-        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
-        # a joined object may have what another schema names
-        ({"properties": {"b": {"allOf": [A, {"properties": {"c": {}}}]}}},
-         {"properties": {"b": {"allOf": [A, {"properties": {"c": {}}}]}},
-          "additionalProperties": False}),
-    ],
-)  # fmt: skip
-def test_objects_without_a_word_of_others_are_closed(schema: Any, closed: Any) -> None:
-    before = json.dumps(schema)
-    assert close_objects(schema) == closed
-    assert json.dumps(schema) == before
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        True, {"type": "object"}, A | {"additionalProperties": True}, A | {"required": ["b"]},
-        A | {"patternProperties": {"^x": {}}}, A | {"minProperties": 2},
-        A | {"anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]},
-        {"allOf": [A, {"properties": {"b": {}}}]},
-        {"allOf": [A], "required": ["b"]},
-        {"anyOf": [A, {}], "$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
-        A | {"$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
-    ],
-)  # fmt: skip
-def test_what_may_have_other_properties_stays_open(schema: Any) -> None:
-    assert close_objects(schema) == schema
 
 
 LARGEST = 2**63 - 1024  # the float64 below 2^63

@@ -17,8 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.json_schema import MAX_PATTERN_CHARS, check_schema
-from aioinfer.text.schema_closing import close_objects
-from aioinfer.text.schema_rewriting import rewrite
+from aioinfer.text.schema_rewriting import close_objects, rewrite
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

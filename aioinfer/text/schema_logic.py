@@ -10,12 +10,12 @@ been rewritten, and allows less, would allow more.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from aioinfer.text.json_schema import Schema, find_target
 from aioinfer.text.schema_numbers import inclusive_bounds, is_number
-from aioinfer.text.schema_strings import pattern_unlike
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 #: Keywords that forbid values and that `_negations` has no negation of.
@@ -30,6 +30,8 @@ _OPAQUE = frozenset(
 _MAX_STEPS, _MAX_DEPTH, _MAX_BRANCHES, _MAX_DEPENDENCIES = 20_000, 12, 40, 12
 #: Values that a range of integers may have to be listed, and numbers that a negation may exclude.
 _MAX_LISTED = 12
+#: Characters of all texts that a regular expression may exclude, and of each.
+_MAX_CHARS, _MAX_LENGTH = 400, 80
 
 
 class TooComplexError(Exception):
@@ -415,7 +417,7 @@ def _all_but(values: list[Any]) -> Any:
         parts.append({"type": rest})
     if "boolean" in kinds:
         parts += [{"const": each} for each in (False, True) if each not in kinds["boolean"]]
-    if "string" in kinds and (pattern := pattern_unlike(kinds["string"])) is not None:
+    if "string" in kinds and (pattern := _pattern_unlike(kinds["string"])) is not None:
         parts.append({"type": "string", "pattern": pattern})
     numbers = sorted(kinds.get("number", []))
     if numbers and len(numbers) <= _MAX_LISTED:
@@ -428,6 +430,31 @@ def _all_but(values: list[Any]) -> Any:
                 part["exclusiveMaximum"] = high
             parts.append(inclusive_bounds(part))
     return {"anyOf": parts} if parts else None
+
+
+def _pattern_unlike(texts: Collection[str]) -> str | None:
+    """Returns a regular expression of all texts but these, or None where it would be too long."""
+    if sum(map(len, texts)) > _MAX_CHARS or max(map(len, texts)) > _MAX_LENGTH:
+        return None
+    return f"^({_unlike(set(texts))})$"
+
+
+def _unlike(texts: set[str]) -> str:
+    """Returns the alternatives of texts but these: to end where none of them does, a character
+    with which none begins, or one with which some do, and no rest of these."""
+    following: dict[str, set[str]] = {}
+    for text in texts - {""}:
+        following.setdefault(text[0], set()).add(text[1:])
+    options = [] if "" in texts else [""]
+    others = f"[^{''.join(map(_escape, sorted(following)))}]" if following else "(?s:.)"
+    options.append(f"{others}(?s:.*)")
+    options += [f"{_escape(first)}({_unlike(following[first])})" for first in sorted(following)]
+    return "|".join(options)
+
+
+def _escape(character: str) -> str:
+    """Returns a character as regular expressions have it, within brackets or without."""
+    return f"\\x{ord(character):02X}" if ord(character) < 0x20 else re.escape(character)
 
 
 def _negations_of_numbers(schema: Schema) -> Iterator[Any]:

@@ -1,8 +1,13 @@
-"""Rewrites keywords of JSON Schema that llguidance does not enforce into such that it does.
+"""Rewrites keywords of JSON Schema that llguidance does not enforce into such that it does, and
+closes the objects of schemas.
 
 A rewritten schema allows nothing that the given one forbids. Some allow less: with `contains`, the
 items that it demands come first. A keyword that cannot be rewritten stays, and is refused by its
 name when the grammar is compiled.
+
+An object is closed that leaves open which properties it may have besides the listed ones. What fits
+the closed schema fits the open one as well, and models that may write further properties often
+write them without end.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from aioinfer.text.json_schema import MAX_SCHEMA_VALUES, Schema, map_inner
+from aioinfer.text.json_schema import MAX_SCHEMA_VALUES, Schema, map_inner, subschemas
 from aioinfer.text.schema_logic import TYPES, Logic, TooComplexError, different
 from aioinfer.text.schema_numbers import (
     check_numbers,
@@ -24,7 +29,6 @@ from aioinfer.text.schema_numbers import (
     whole_counts,
 )
 from aioinfer.text.schema_parts import with_parts
-from aioinfer.text.schema_strings import plain_format
 
 Steps = tuple[Callable[[Schema], Schema], ...]
 
@@ -41,6 +45,38 @@ _MAX_CONTAINED = 16
 _MAX_NAMES = 1_000
 #: Arrays that `uniqueItems` may become, and combinations of properties that `minProperties` may.
 _MAX_ARRAYS, _MAX_COMBINATIONS = 500, 64
+#: Formats that llguidance enforces.
+_ENFORCED_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+_CHARACTER = r"[A-Za-z0-9._~!$&'()*+,;=@-]"
+_PATH = rf"/?{_CHARACTER}+(/{_CHARACTER}*)*(\?{_CHARACTER}*)?(#{_CHARACTER}*)?"
+_POINTER = r"(/([^~/]|~[01])*)*"
+_SET = r"\[\^?([A-Za-z0-9_@:;,=]|a-z|A-Z|0-9|\\[dws])+\]"
+_ATOM = rf"([A-Za-z0-9_@:;,=<>/ -]|\.|\\[dwsDWS.*+?()\[\]{{}}|^$\\]|{_SET})"
+_PIECE = rf"{_ATOM}([*+?]|\{{[1-9]\}})?"
+_BRANCHES = rf"({_PIECE})+(\|({_PIECE})+)*"
+#: Replacements of the other formats of the standard: a pattern, or a format that allows less.
+_FORMAT_PATTERNS = {
+    "uri-reference": f"^({_PATH})$",
+    "iri-reference": f"^({_PATH})$",
+    "uri-template": rf"^({_CHARACTER}|[/:?#]|\{{[A-Za-z0-9_]+\}})+$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+    "regex": rf"^\^?({_PIECE}|\(({_BRANCHES})\)[*+?]?)+\$?$",
+}
+_FORMAT_NAMES = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
+#: Keywords that have an object follow several schemas, each of which may name some properties.
+_JOINING = frozenset(
+    ["allOf", "not", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies",
+     "$dynamicRef", "$recursiveRef"]
+)  # fmt: skip
+#: Keywords that refer to schemas in the place of this one, if it says nothing of objects itself.
+_REFERRING = frozenset(["anyOf", "$ref"])
+_OF_OBJECTS = frozenset(
+    ["properties", "required", "patternProperties", "additionalProperties", "propertyNames",
+     "minProperties", "unevaluatedProperties"]
+)  # fmt: skip
 
 
 def rewrite(schema: Any) -> Any:
@@ -332,15 +368,72 @@ def _reference(schema: Schema) -> Schema:
     return schema if escaped == reference else {**schema, "$ref": escaped}
 
 
+def _plain_format(schema: Schema) -> Schema:
+    """Returns a schema with only the `format`s that llguidance enforces. Others of the standard
+    become patterns, some of which allow less. Unknown ones are annotations, as the standard has
+    it."""
+    name = schema.get("format")
+    if not isinstance(name, str) or name in _ENFORCED_FORMATS:
+        return schema
+    changed = {keyword: value for keyword, value in schema.items() if keyword != "format"}
+    if (known := _FORMAT_NAMES.get(name)) is not None:
+        changed["format"] = known
+    if (pattern := _FORMAT_PATTERNS.get(name)) is not None:
+        if "pattern" not in changed:
+            changed["pattern"] = pattern
+        else:
+            changed["allOf"] = [*changed.get("allOf", []), {"pattern": pattern}]
+    return changed
+
+
 #: Rewriting steps that are applied to a schema after its subschemas are rewritten.
 _STEPS: Steps = (
     whole_counts,
     exact_bounds,
     inclusive_bounds,
-    plain_format,
+    _plain_format,
     _reference,
     _without_effect,
     _numbers_of_properties,
 )
 #: Rewriting steps for a schema that the others would make too large.
 _STEPS_OF_NUMBERS: Steps = (whole_counts, exact_bounds)
+
+
+def close_objects(schema: Any) -> Any:
+    """Returns a decoded schema in which an object with `properties` has no others, where the schema
+    does not say that it may (`"additionalProperties": true`); the argument is not changed.
+
+    Where schemas are joined, by `allOf` and the like, a property that one does not name may be
+    another's: then only the outermost object is closed, if it is joined with none.
+    """
+    if any(map(_joins, subschemas(schema))):
+        return _closed(schema)
+    return _close_all(schema)
+
+
+def _joins(schema: Schema) -> bool:
+    """Whether an object has to follow several schemas. `allOf` of one is as good as a reference:
+    older versions of pydantic write one so."""
+    keywords = set(schema)
+    if isinstance(joined := schema.get("allOf"), list) and len(joined) == 1:
+        keywords -= {"allOf"}
+    referring = len(keywords & _REFERRING) + ("allOf" in schema)
+    return bool(keywords & _JOINING or referring > 1 or (referring and keywords & _OF_OBJECTS))
+
+
+def _close_all(schema: Any) -> Any:
+    return _closed(map_inner(schema, _close_all)) if isinstance(schema, dict) else schema
+
+
+def _closed(schema: Any) -> Any:
+    """Returns a schema whose own object is closed, if it names all that it requires."""
+    if not isinstance(schema, dict) or schema.keys() & (_JOINING | _REFERRING):
+        return schema
+    named, required = schema.get("properties"), schema.get("required", [])
+    says = schema.keys() & (_OF_OBJECTS - {"properties", "required"})
+    if says or not isinstance(named, dict) or not isinstance(required, list):
+        return schema
+    if any(not isinstance(name, str) or name not in named for name in required):
+        return schema
+    return {**schema, "additionalProperties": False}

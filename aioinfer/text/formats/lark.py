@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.text.schema_closing import close_objects
-from aioinfer.text.schema_rewriting import rewrite
+from aioinfer.text.schema_rewriting import close_objects, rewrite
 
 #: Between the tokens of JSON: a model that may write endless white space sooner or later does.
 _WHITESPACE = {"whitespace_pattern": r" |\n{1,2} {0,20}"}
