@@ -31,7 +31,7 @@ import threading
 from functools import cache
 from typing import Any, NamedTuple
 
-from aioinfer.kernels.cpu_functions import compile_functions
+from aioinfer.kernels.cpu_compilation import compile_functions
 from aioinfer.kernels.cpu_vectors import load_integer, store_integer
 from llvmlite import ir
 from numba import njit, types

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from aioinfer.kernels.cpu_cache import KERNELS, cache_folder, compile_ahead, complete_mark
+from aioinfer.kernels.cpu_compilation import KERNELS, cache_folder, compile_ahead, complete_mark
 from aioinfer.kernels.cpu_team import Team, run_in_team
 from aioinfer.kernels.cpu_vectors import load_integer
 from numba import cfunc, types
@@ -202,7 +202,7 @@ def test_what_is_compiled_is_not_compiled_ahead(tmp_path: Path, monkeypatch: pyt
     for thread in threading.enumerate():
         if thread.name == "compile kernels":
             thread.join()
-    assert started == [[sys.executable, "-m", "aioinfer.kernels.cpu_functions"]]
+    assert started == [[sys.executable, "-m", "aioinfer.kernels.cpu_compilation"]]
     for kernel in KERNELS:
         assert tmp_path in cache_folder(kernel).parents
         cache_folder(kernel).mkdir(parents=True)

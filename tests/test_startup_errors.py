@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aioinfer.kernels.cpu_cache import KERNELS
+from aioinfer.kernels.cpu_compilation import KERNELS
 
 from aioinfer.__main__ import main
 from tests.gguf_models import random_model, write_gguf

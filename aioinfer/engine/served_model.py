@@ -33,7 +33,7 @@ from aioinfer.engine.pooling_head import (
 )
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.ipc.sections import F32
-from aioinfer.kernels.cpu_cache import compile_ahead
+from aioinfer.kernels.cpu_compilation import compile_ahead
 from aioinfer.models.drafters.registry import (
     check_drafter,
     drafter_method,
