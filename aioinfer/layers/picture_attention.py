@@ -8,32 +8,13 @@ computes a picture to its end (`StepFeature.fit`), so that its keys are in the c
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.pictures import PictureBlock
 from aioinfer.layers.step import Step
-
-
-class PictureBlock(NamedTuple):
-    """Tokens of one picture in a step.
-
-    Attributes:
-        row: the row of the step.
-        first, length: the places of the tokens among those of `StepPictures.places`.
-        position: of the first one.
-        start, end: the position of the picture's first token, and the one behind its last.
-    """
-
-    row: int
-    first: int
-    length: int
-    position: int
-    start: int
-    end: int
 
 
 def attend_within_pictures(

@@ -4,9 +4,27 @@ embeddings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+
+class PictureBlock(NamedTuple):
+    """Tokens of one picture in a step.
+
+    Attributes:
+        row: the row of the step.
+        first, length: the places of the tokens among those of `StepPictures.places`.
+        position: of the first one.
+        start, end: the position of the picture's first token, and the one behind its last.
+    """
+
+    row: int
+    first: int
+    length: int
+    position: int
+    start: int
+    end: int
 
 
 class StepPictures(NamedTuple):
@@ -18,15 +36,14 @@ class StepPictures(NamedTuple):
             as many channels are added to the stream behind the first layers, one behind each.
         places: int64 [n], the tokens of pictures, as indices of the step's, where there are
             `blocks`.
-        blocks: of `layers.picture_attention`, where tokens of a picture attend to each other both
-            ways; else none.
+        blocks: where tokens of a picture attend to each other both ways; else none.
         keeps_windows: whether they do so in layers with a window alone, and within it.
     """
 
     rows: torch.Tensor
     embeddings: torch.Tensor
     places: torch.Tensor | None = None
-    blocks: Sequence[Any] = ()
+    blocks: Sequence[PictureBlock] = ()
     keeps_windows: bool = False
 
     def is_bidirectional(self, window: int | None) -> bool:

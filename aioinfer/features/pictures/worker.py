@@ -20,8 +20,7 @@ import torch
 from aioinfer.features.pictures.sections import PictureRows, pack_pixels
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import Section
-from aioinfer.layers.picture_attention import PictureBlock
-from aioinfer.layers.pictures import StepPictures
+from aioinfer.layers.pictures import PictureBlock, StepPictures
 from aioinfer.layers.step import SampledRows, Step
 from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, rows_of, spread
 
