@@ -12,7 +12,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.cross_attention import SourceLengths
 from aioinfer.layers.layer import Layer, Part
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.stream_norm import StreamNorm
+from aioinfer.layers.norm_parts import StreamNorm
 from aioinfer.models.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderModel,

@@ -12,7 +12,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.stream_norm import StreamNorm
+from aioinfer.layers.norm_parts import StreamNorm
 from aioinfer.models.config import renamed
 from aioinfer.models.encoder import EncoderConfig, EncoderEmbedding, EncoderModel
 

@@ -15,7 +15,7 @@ from aioinfer.layers.layer import Layer, Part
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import ExpertNames, MixtureShape, Routing
 from aioinfer.layers.norm import Norm
-from aioinfer.layers.normed_sum import NormedSum
+from aioinfer.layers.norm_parts import NormedSum
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_ropes, read_windows
 from aioinfer.models.decoder import DecoderModel

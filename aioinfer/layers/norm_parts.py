@@ -1,4 +1,5 @@
-"""Parts of a layer whose sum is normed before it is added to the residual stream."""
+"""Parts of a layer that norm: the residual stream itself, or a sum of parts before it is added to the
+stream."""
 
 from __future__ import annotations
 
@@ -8,6 +9,27 @@ from aioinfer.layers.layer import Part
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
+
+
+class StreamNorm(Part):
+    """Puts the norm of the stream in the stream's place, behind a part that has added to it: in
+    layers that are normed behind their parts (post-norm), as in the first transformers (Vaswani et
+    al. 2017)."""
+
+    def __init__(self, norm: Norm):
+        self._norm = norm
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """See `Part.kinds`."""
+        return ()
+
+    def warm_up(self, hidden_size: int) -> None:
+        """See `Part.warm_up`: there are no products."""
+
+    def __call__(self, stream: ResidualStream, step: Step) -> None:
+        """See `Part`."""
+        stream.become_normed(self._norm)
 
 
 class NormedSum(Part):
