@@ -14,10 +14,9 @@ from aioinfer import LLM, SamplingParams
 from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers import offload
-from aioinfer.layers.backend import Backend
+from aioinfer.layers.backend import Backend, Offload
 from aioinfer.layers.offload import choose_layers
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.transfers import Offload
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.registry import build_model
 from aioinfer.models.weight_update import WeightUpdate

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,7 +18,6 @@ from aioinfer.layers.state_rows import SavedInputs
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
     from aioinfer.layers.extension import Extension
-    from aioinfer.layers.transfers import Offload
 
 
 class Scratch:
@@ -40,6 +39,31 @@ class Scratch:
         if self._memory is None:
             self._memory = torch.empty(self._size, dtype=dtype, device=device)
         return self._memory[: rows * columns].view(rows, columns)
+
+
+class Transfers(Protocol):
+    """Copies from memory of the host to a device, beside its kernels, which the worker makes."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Returns memory of the host for copies, uint8 [nbytes]. Raises `RuntimeError`."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Begins a copy that waits for all that has been launched so far; returns its end."""
+
+    def wait(self, end: Any) -> None:
+        """Has all that is launched from now on wait for the end of a copy."""
+
+
+class Offload(NamedTuple):
+    """What a rank is to offload.
+
+    Attributes:
+        nbytes: of weights, at least.
+        transfers: copies.
+    """
+
+    nbytes: int
+    transfers: Transfers
 
 
 @dataclass(slots=True)

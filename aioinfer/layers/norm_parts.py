@@ -1,5 +1,5 @@
-"""Parts of a layer that norm: the residual stream itself, or a sum of parts before it is added to the
-stream."""
+"""Parts of a layer that norm the residual stream itself, or a sum of parts before it is added to
+the stream."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Transfers
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.part_maker import Loadable, Made
 from aioinfer.layers.tensor_memory import find_tensors, group_by_storage, padded
-from aioinfer.layers.transfers import Transfers
 
 #: Smaller tensors stay on the device: together they are small, and kernels write to some of them.
 MIN_BYTES = 1 << 16

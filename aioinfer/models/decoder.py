@@ -13,7 +13,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.embedding import Embedding, LearnedPositions, LMHead
 from aioinfer.layers.experts import MixtureMLP
-from aioinfer.layers.layer import Layer
+from aioinfer.layers.layer import Layer, find_equal_layers
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.norm import Norm
@@ -22,7 +22,6 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.layer_forms import find_equal_layers
 from aioinfer.models.mtp import MtpHead
 from aioinfer.models.stages import layers_of_stage, make_layers, measure_layers, whole_bytes
 from aioinfer.models.text_model import is_other_part

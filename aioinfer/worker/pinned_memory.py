@@ -49,7 +49,7 @@ class PinnedMemory:
 
 
 class GpuTransfers(PinnedMemory):
-    """Implements `layers.transfers.Transfers`, for offloaded weights.
+    """Implements `layers.backend.Transfers`, for offloaded weights.
 
     The copies are on a stream of their own, which joins the capture of a CUDA graph by the first
     event that it waits for: a copy is then a node of the graph.

@@ -11,8 +11,7 @@ from pathlib import Path
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVSpec, StateSpec
-from aioinfer.layers.backend import Backend
-from aioinfer.layers.transfers import Offload, Transfers
+from aioinfer.layers.backend import Backend, Offload, Transfers
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model

@@ -13,11 +13,10 @@ from aioinfer.features.adapters.layers.parts import AdapterWeights
 from aioinfer.features.adapters.layers.slots import AdapterSlots
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.layers.backend import Backend
+from aioinfer.layers.backend import Backend, Offload
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
-from aioinfer.layers.transfers import Offload
 from aioinfer.models.registry import NO_MEDIA, build_model
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.adapter_files import pack_adapter

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aioinfer.layers import offload
-from aioinfer.layers.transfers import Offload
+from aioinfer.layers.backend import Offload
 from benchlib.quantized_folder import Format, Groups, gptq, quantize_folder
 from tests.cpu_transfers import CpuTransfers
 from tests.kernels.bound_model import Bound, random_ids

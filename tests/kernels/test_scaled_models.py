@@ -16,7 +16,7 @@ from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from safetensors.torch import load_file
 
 from aioinfer.layers import offload
-from aioinfer.layers.backend import Backend
+from aioinfer.layers.backend import Backend, Offload
 from aioinfer.layers.formats import make_weight
 from aioinfer.layers.formats.base import Epilogue
 from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
@@ -25,7 +25,6 @@ from aioinfer.layers.formats.schemes import Quantization, ScaledScheme
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.tensor_memory import find_tensors
-from aioinfer.layers.transfers import Offload
 from aioinfer.models.weight_update import WeightUpdate
 from tests.cpu_transfers import CpuTransfers
 from tests.kernels.bound_model import Bound, assert_close, random_ids
