@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import count, repeat
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,6 @@ from aioinfer.ipc.sections import F32
 from aioinfer.llm import CompletionOutput, Output
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
-from aioinfer.text.growing_text import GrowingText
 
 
 class StreamedCompletion(CompletionOutput):
@@ -55,16 +55,17 @@ class StreamedCompletion(CompletionOutput):
 
     def append(self, text: str) -> None:
         """Adds to the text."""
-        self._text.append(text)
+        self._text.write(text)
 
     @property
     def text(self) -> str:
         """See `CompletionOutput`."""
-        return str(self._text)
+        return self._text.getvalue()
 
     @text.setter
     def text(self, text: str) -> None:
-        self._text = GrowingText(text)
+        self._text = StringIO()  # appending to a string copies all of it
+        self._text.write(text)
 
     @property
     def message(self) -> dict[str, Any] | None:

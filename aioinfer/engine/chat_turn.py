@@ -10,13 +10,13 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aioinfer.engine.tools import NO_TOOLS, read_tools, settle_schemas, show_tools
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.text.growing_text import GrowingText
 from aioinfer.text.message_parser import MessageDelta, MessageParser, ToolUse
 
 if TYPE_CHECKING:
@@ -349,8 +349,8 @@ class MessageBuilder:
     def __init__(self, frontend: Frontend, turn: Turn):
         self._message = ChatMessage()
         self._as_dict = self._message.to_dict()
-        self._content, self._reasoning = GrowingText(), GrowingText()
-        self._arguments: list[GrowingText] = []  # of each call
+        self._content, self._reasoning = StringIO(), StringIO()
+        self._arguments: list[StringIO] = []  # of each call
         self._frontend = frontend
         self._parser = make_parser(frontend, turn)
 
@@ -374,21 +374,21 @@ class MessageBuilder:
             self._take(self._parser.flush())
 
     def _take(self, delta: MessageDelta) -> None:
-        self._content.append(delta.content)
-        self._reasoning.append(delta.reasoning)
+        self._content.write(delta.content)
+        self._reasoning.write(delta.reasoning)
         for change in delta.calls:
             if change.name is not None:
                 call = Call(new_call_id(self._frontend), change.name)
                 self._message.calls.append(call)
                 self._as_dict.setdefault("tool_calls", []).append(call.to_dict())
-                self._arguments.append(GrowingText())
-            self._arguments[change.index].append(change.arguments)
+                self._arguments.append(StringIO())
+            self._arguments[change.index].write(change.arguments)
 
     def _join(self) -> None:
         message, as_dict = self._message, self._as_dict
-        message.content, message.reasoning = str(self._content), str(self._reasoning)
+        message.content, message.reasoning = self._content.getvalue(), self._reasoning.getvalue()
         for index, (call, arguments) in enumerate(zip(message.calls, self._arguments, strict=True)):
-            call.arguments = str(arguments)
+            call.arguments = arguments.getvalue()
             as_dict["tool_calls"][index]["function"]["arguments"] = call.arguments
         as_dict["content"] = message.content_or_none
         if message.reasoning:
