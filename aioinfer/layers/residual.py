@@ -144,7 +144,7 @@ class ResidualStream:
         if self._addend is None or not isinstance(norm, LayerNorm):
             self._hidden = norm(self.hidden)
             return
-        from aioinfer.kernels.layer_norm import add_layer_norm
+        from aioinfer.kernels.norm import add_layer_norm
 
         addend, self._addend = self._addend, None
         add_layer_norm(self._hidden, addend, norm.weight, norm.bias, norm.eps)

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.bidirectional_attention import bidirectional_attention
-from aioinfer.kernels.layer_norm import add_layer_norm
+from aioinfer.kernels.norm import add_layer_norm
 from engine_settings import engine_settings
 
 from aioinfer import LLM

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aioinfer.kernels.gated_norm import MAX_GROUP, gated_norm
-from aioinfer.kernels.layer_norm import MAX_HIDDEN, add_layer_norm
+from aioinfer.kernels.norm import MAX_HIDDEN, add_layer_norm
 from cases import error, poisoned
 
 

@@ -161,7 +161,7 @@ def add_norm(
 ) -> torch.Tensor:
     """Adds `addend` to x [T, size] in place, both contiguous, and returns the norm of the sum."""
     if addend is not None and has_kernels and isinstance(norm, nn.LayerNorm):
-        from aioinfer.kernels.layer_norm import add_layer_norm
+        from aioinfer.kernels.norm import add_layer_norm
 
         out = torch.empty_like(x)
         add_layer_norm(x, addend, norm.weight, norm.bias, norm.eps, out)
