@@ -28,9 +28,8 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor import ray_cluster
 from aioinfer.executor.host_ranks import HostRanks
-from aioinfer.executor.remote_host import RemoteHost
+from aioinfer.executor.remote_host import RemoteHost, open_store
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
-from aioinfer.executor.world_store import open_store
 from aioinfer.ipc.host_link import HostListener
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 

@@ -1,5 +1,6 @@
-"""The driver's side of another host: some ranks, which an agent there starts and ends
-(`host_agent`), at the other end of a `HostLink`."""
+"""The driver's side of other hosts: some ranks of each, which an agent there starts and ends
+(`host_agent`), at the other end of a `HostLink`; and the store through which the ranks of all hosts
+find each other."""
 
 from __future__ import annotations
 
@@ -205,3 +206,24 @@ class _NoEvents:
     def on_exit(self, rank: int, how: str) -> None: ...
 
     def on_fault(self, fault: str) -> None: ...
+
+
+def open_store(address: str) -> tuple[Any, int]:
+    """Returns a `TCPStore`, through which the ranks of several hosts find each other, and its port.
+
+    It listens at this address alone. Torch's stores know no authentication: whoever reaches the
+    port while the engine starts can disturb that, as with everything that torch sends.
+    """
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port

@@ -32,9 +32,9 @@ from typing import Any
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError, ConfigError, EngineDeadError
 from aioinfer.executor.host_agent import HostAgent
+from aioinfer.executor.remote_host import open_store
 from aioinfer.executor.torchrun_rendezvous import JOIN_TIMEOUT_S, ProcessRendezvous, TorchrunPlace
 from aioinfer.executor.worker_executor import parallel_groups
-from aioinfer.executor.world_store import open_store
 from aioinfer.ipc.host_link import HostListener, LinkError
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
