@@ -16,9 +16,8 @@ from aioinfer.engine.beam_search import Beam
 from aioinfer.features.masks.planning import Constrained
 from aioinfer.features.speculation.acceptance import Acceptance
 from aioinfer.features.speculation.costs import SIZES, StepCosts
-from aioinfer.features.speculation.ngram import LONG, MAX_SUFFIX, NONE
-from aioinfer.features.speculation.planning import Planning
-from aioinfer.features.speculation.prediction import MAX_PREDICTED, Predicted
+from aioinfer.features.speculation.ngram import LONG, MAX_PREDICTED, MAX_SUFFIX, NONE
+from aioinfer.features.speculation.planning import Planning, Predicted
 from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.features import StepFeatures

@@ -25,7 +25,7 @@ from aioinfer.features.masks.planning import constraint_of
 from aioinfer.features.pooled_states.planning import PromptPool
 from aioinfer.features.prompt_logprobs.planning import PromptScores
 from aioinfer.features.prompt_progress.planning import PromptProgress
-from aioinfer.features.speculation.prediction import Predicted
+from aioinfer.features.speculation.planning import Predicted
 from aioinfer.features.token_states.planning import PromptStates
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams

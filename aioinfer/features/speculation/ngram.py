@@ -16,6 +16,8 @@ MIN_SUFFIX, MAX_SUFFIX = 2, 4
 NONE, SHORT, LONG = range(3)
 #: Tokens of a text that `find_match` looks at: the last ones. It takes 4 to 40 microseconds.
 MAX_TEXT = 16_384
+#: Tokens of a predicted text that count: the first ones.
+MAX_PREDICTED = 4096
 
 
 def find_match(tokens: array[int], predicted: I32 | None = None) -> int:

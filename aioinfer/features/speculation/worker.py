@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from aioinfer.features.speculation.drafting import Drafting
-from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
-from aioinfer.features.speculation.prediction import MAX_PREDICTED
+from aioinfer.features.speculation.ngram import MAX_PREDICTED, MAX_SUFFIX, MIN_SUFFIX, find_drafts
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.ipc.plan import I32, Admissions, StepPlan
 from aioinfer.worker.features import ProposalRows, Rank, SampledStep, WorkerFeature
