@@ -25,7 +25,7 @@ from aioinfer.ipc.anonymous_file import RendezvousFile, StackDump, anonymous_fil
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.ring import Ring
-from aioinfer.text.json_file import read_json
+from aioinfer.models.json_file import read_json
 
 CONTENT = random.Random(1).randbytes(3 << 20)
 SIZES = (("matrix", 90_000), ("norm", 100))
@@ -212,13 +212,18 @@ def test_its_own() -> None:
 
 def test_an_object_or_nothing(tmp_path: Path):
     file = tmp_path / "some.json"
-    assert read_json(file) == {}
+    assert read_json(file, missing_ok=True) == {}
+    with pytest.raises(ConfigError, match=r"some\.json cannot be read"):
+        read_json(file)
     file.write_text('{"a": [1, "é"]}', "utf-8")
     assert read_json(file) == {"a": [1, "é"]}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"], ids=["cut off", "a list", "not UTF-8"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[1]", b"\xff", b'{"a":' * 100_000],
+    ids=["cut off", "a list", "not UTF-8", "too deep"],
+)  # fmt: skip
 def test_a_file_that_holds_something_else(tmp_path: Path, content: bytes):
     (tmp_path / "some.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"some\.json"):
-        read_json(tmp_path / "some.json")
+        read_json(tmp_path / "some.json", missing_ok=True)

@@ -19,8 +19,8 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.causal_lm import CausalLM
-from aioinfer.models.config import read_json
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.json_file import read_json
 from aioinfer.models.registry import build_model
 from tests.paged_model import CPU, PagedModel, load_model
 from tests.sharded_logits import logits_of_ranks
@@ -411,7 +411,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Returns the model of transformers, with the implementation of attention that knows soft caps;
     Falcon's adds ALiBi twice."""
-    kind = "sdpa" if read_json(folder)["model_type"] == "falcon" else "eager"
+    kind = "sdpa" if read_json(folder / "config.json")["model_type"] == "falcon" else "eager"
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=kind
     ).eval()
@@ -503,7 +503,7 @@ def test_a_configuration_from_before_transformers_5(family: str, tmp_path: Path)
     }[family]
     folder = tiny_model(family, tmp_path, vocab_size=VOCAB, rope_parameters=rope_of)
     expected = PagedModel(load_model(folder, SINGLE), 16).step(dict(enumerate(TEXTS)))
-    config = read_json(folder)
+    config = read_json(folder / "config.json")
     del config["layer_types"], config["rope_parameters"]
     if family == "gemma2":
         config |= {"rope_theta": 100.0}

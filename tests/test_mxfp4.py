@@ -14,8 +14,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.mxfp4 import dequantize
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.config import read_json
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.json_file import read_json
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import build_model
 from tests.mxfp4_models import quantize_experts
@@ -96,7 +96,7 @@ def test_experts_that_are_left_out(folders: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_modules_that_are_quantized(folders: tuple[Path, Path]) -> None:
-    quantization = read_quantization(read_json(folders[0]))
+    quantization = read_quantization(read_json(folders[0] / "config.json"))
     assert quantization is not None
     layer = "model.layers.11"
     assert quantization.scheme_of(f"{layer}.mlp.experts.gate_up_proj") is not None

@@ -12,7 +12,7 @@ import numpy as np
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.sections import F32
-from aioinfer.text.json_file import read_json
+from aioinfer.models.json_file import read_json
 
 
 def _gelu(x: F32) -> F32:
@@ -99,7 +99,7 @@ def read_head(folder: Path) -> ClassificationHead | None:
 
     Raises `ConfigError` if its weights are not there.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", missing_ok=True)
     names = config.get("architectures") or [""]
     architecture, is_head, _ = str(names[0]).partition("ForSequenceClassification")
     if not is_head:
@@ -211,7 +211,7 @@ def read_dense_modules(
         if str(module.get("type", "")).rpartition(".")[2] != "Dense":
             continue
         place = folder / str(module.get("path"))
-        config = read_json(place / "config.json")
+        config = read_json(place / "config.json", missing_ok=True)
         named = str(config.get("activation_function") or "Tanh").rpartition(".")[2].lower()
         if named not in _ACTIVATIONS:
             raise ConfigError(f"{place}: the activation {named!r} of a dense module is not known")

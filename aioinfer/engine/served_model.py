@@ -41,6 +41,7 @@ from aioinfer.models.drafters.registry import (
     select_method,
 )
 from aioinfer.models.encoder_decoder import check_cache, read_source
+from aioinfer.models.json_file import read_json
 from aioinfer.models.registry import load_model_config
 from aioinfer.models.source import SourceFormat
 from aioinfer.models.vision.format import PictureFormat
@@ -48,7 +49,6 @@ from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
-from aioinfer.text.json_file import read_json
 from aioinfer.text.message_parser import MessageFormat
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ class Pooling:
         if unknown := [name for name in kinds if name not in _KNOWN_MODULES]:
             obstacle = f"modules.json has modules that are not supported: {', '.join(unknown)}"
         normalize = "Normalize" in kinds if modules else True
-        own = read_json(folder / "config_sentence_transformers.json")
+        own = read_json(folder / "config_sentence_transformers.json", missing_ok=True)
         prompts = own.get("prompts") or {}
         return cls(
             config.type or kind,
@@ -215,7 +215,7 @@ def _read_kind(folder: Path, modules: Sequence[Mapping[str, Any]]) -> tuple[str,
     path = next(
         (str(m.get("path")) for m in modules if str(m.get("type")).endswith("Pooling")), "1_Pooling"
     )
-    config = read_json(folder / path / "config.json")
+    config = read_json(folder / path / "config.json", missing_ok=True)
     wanted = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
     if isinstance(mode := config.get("pooling_mode"), str):
         wanted = [mode]

@@ -26,9 +26,9 @@ from aioinfer.errors import ConfigError, FieldError, OverloadedError, RequestErr
 from aioinfer.features.alignment.planning import Alignment
 from aioinfer.features.speech.planning import SpeechRules
 from aioinfer.media.sound import cut_at_pauses, decode_sound, has_sound
+from aioinfer.models.json_file import read_json
 from aioinfer.models.source import SourceData, SourceFormat
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.text.json_file import read_json
 from aioinfer.text.tokenizer import Tokenizer
 
 #: Files that are decoded at a time.
@@ -75,7 +75,7 @@ class SpeechTokens:
                 raise ConfigError(f"the tokenizer has no token <|{name}|>")
             return ids[f"<|{name}|>"]
 
-        generation = read_json(folder / "generation_config.json")
+        generation = read_json(folder / "generation_config.json", missing_ok=True)
         languages = {code: ids[f"<|{code}|>"] for code in language_names() if f"<|{code}|>" in ids}
         tasks = {name: of(name) for name in ("transcribe", "translate")} if languages else {}
         if not generation.get("is_multilingual", True):
@@ -90,7 +90,7 @@ class SpeechTokens:
                 of("notimestamps") + 1, of("endoftext"), suppressed, first,
                 None if latest is None else int(latest),
             )  # fmt: skip
-            heads = _alignment_heads(generation, read_json(folder / "config.json"))
+            heads = _alignment_heads(generation, read_json(folder / "config.json", missing_ok=True))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"generation_config.json cannot be read: {error}") from error
         no_speech = ids.get("<|nospeech|>", ids.get("<|nocaptions|>"))

@@ -7,7 +7,6 @@ model from it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from aioinfer.layers.mixture import MixtureShape
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.rotary import RopeConfig, Sections
 from aioinfer.models.fields import check_fields, check_shape
+from aioinfer.models.json_file import read_json
 from aioinfer.models.text_model import read_text_config
 
 #: What each variant of RoPE needs in the configuration.
@@ -215,18 +215,6 @@ class DecoderConfig:
         return is_divided and kv_fit
 
 
-def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Returns the decoded object in a file of a model folder. Raises `ConfigError`."""
-    file = folder / name
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} does not hold an object")
-    return config
-
-
 def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of a folder's text model (see `read_text_config`).
 
@@ -237,7 +225,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: `config.json` cannot be read.
     """
-    return read_text_config(read_json(folder), overrides)
+    return read_text_config(read_json(folder / "config.json"), overrides)
 
 
 def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> RopeConfig:

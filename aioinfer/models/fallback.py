@@ -35,8 +35,9 @@ from aioinfer.layers.part_maker import describe_mixers
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step
-from aioinfer.models.config import read_dtype, read_json
+from aioinfer.models.config import read_dtype
 from aioinfer.models.fallback_attention import PagedAttention, attend
+from aioinfer.models.json_file import read_json
 from aioinfer.models.text_model import lay_over
 from aioinfer.models.vision.tower import Tower
 
@@ -117,7 +118,7 @@ class FallbackConfig:
 def _read_config(folder: Path, options: ModelConfig) -> Any:
     trust_remote_code, overrides = options.trust_remote_code, options.hf_overrides
     try:
-        merged = lay_over(read_json(folder), overrides)
+        merged = lay_over(read_json(folder / "config.json"), overrides)
         changed = {name: merged[name] for name in overrides}
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **changed)
     except Exception as error:  # each model's configuration checks itself in its own way

@@ -17,8 +17,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.causal_lm import CausalLM
-from aioinfer.models.config import DecoderConfig, read_config, read_json
+from aioinfer.models.config import DecoderConfig, read_config
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.json_file import read_json
 from aioinfer.models.loader import locate_tensors
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.vision.registry import read_vision
@@ -164,7 +165,7 @@ def _as_served(config: DecoderConfig, folder: Path, options: ModelConfig) -> Dec
     file = folder / "sentence_bert_config.json"
     if config.generates or options.max_model_len is not None or not file.is_file():
         return config
-    found = read_json(folder, file.name).get("max_seq_length")
+    found = read_json(file).get("max_seq_length")
     if not isinstance(found, int) or found < 1:
         return config
     return replace(config, max_len=min(found, config.max_len))

@@ -3,7 +3,6 @@ and how a family reads it. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import ConfigError
+from aioinfer.models.json_file import read_json
 
 #: Samples a second of the sound that models hear.
 SAMPLE_RATE = 16_000
@@ -72,11 +72,7 @@ def read_start(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
     Raises `ConfigError` if they are missing or no token ids.
     """
-    file = folder / "generation_config.json"
-    try:
-        generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    generation = read_json(folder / "generation_config.json", missing_ok=True)
 
     def read(name: str) -> Any:
         found = generation.get(name)

@@ -20,7 +20,7 @@ import jinja2
 import tokenizers
 
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.text.json_file import read_json
+from aioinfer.models.json_file import read_json
 from aioinfer.text.template_bounds import BoundedText, bound
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ class ChatTemplate:
         if main.is_file():
             named["default"] = _read(main)
         if not named:
-            of_processor = read_json(folder / "chat_template.json").get("chat_template")
+            of_processor = read_json(folder / "chat_template.json", missing_ok=True).get(
+                "chat_template"
+            )
             given = of_processor or config.get("chat_template") or {}
             named = (
                 {"default": given}

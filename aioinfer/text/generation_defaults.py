@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.models.json_file import read_json
 from aioinfer.models.text_model import read_text_config
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.text.json_file import read_json
 
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
@@ -80,8 +80,8 @@ class GenerationDefaults:
         Raises:
             ConfigError: a file cannot be read, or holds a value that a request could not have.
         """
-        generation = read_json(folder / "generation_config.json")
-        config = read_text_config(read_json(folder / "config.json"), overrides)
+        generation = read_json(folder / "generation_config.json", missing_ok=True)
+        config = read_text_config(read_json(folder / "config.json", missing_ok=True), overrides)
         eos = _first_given(
             generation.get("eos_token_id"),
             config.get("eos_token_id"),

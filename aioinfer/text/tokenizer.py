@@ -15,11 +15,11 @@ from typing import Any
 import tokenizers
 
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.models.json_file import read_json
 from aioinfer.text import sentencepiece_bpe, tekken_template, vocabulary_files
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
 from aioinfer.text.fill_in_middle import FillInMiddle
-from aioinfer.text.json_file import read_json
 from aioinfer.text.pieces import TextPieces
 from aioinfer.text.plain_content import ChatText, PlainContent
 from aioinfer.text.special_tokens import SpecialTokens
@@ -95,10 +95,10 @@ class Tokenizer:
         Raises:
             ConfigError: there is no tokenizer, or it cannot be read.
         """
-        config = read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json", missing_ok=True)
         built_in: str | None = None
         special_tokens = _named_tokens(config) or _named_tokens(
-            read_json(folder / "special_tokens_map.json")
+            read_json(folder / "special_tokens_map.json", missing_ok=True)
         )
         if (folder / "tokenizer.json").is_file():
             backend = _load_backend(folder / "tokenizer.json", config)

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from aioinfer.errors import ConfigError
-from aioinfer.text.json_file import read_json
+from aioinfer.models.json_file import read_json
 
 _BYTE_LEVEL = ("vocab.json", "merges.txt")
 _WORD_PIECES = ("vocab.txt",)
@@ -109,7 +109,7 @@ def build(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer
 
 def _class_name(folder: Path, config: Mapping[str, Any]) -> str:
     """Returns the name of the class that a folder's vocabulary is for. Raises `ConfigError`."""
-    model = read_json(folder / "config.json")
+    model = read_json(folder / "config.json", missing_ok=True)
     model_type = model.get("model_type")
     named = config.get("tokenizer_class") or model.get("tokenizer_class")
     if named is None:
@@ -146,7 +146,7 @@ def _mask_token(name: str, folder: Path, config: Mapping[str, Any]) -> dict[str,
     `tokenizer.json` have it, which transformers 5 forgets where the folder gives the text alone."""
     if name != "RobertaTokenizer" or "added_tokens_decoder" in config:
         return {}
-    named = read_json(folder / "special_tokens_map.json").get("mask_token")
+    named = read_json(folder / "special_tokens_map.json", missing_ok=True).get("mask_token")
     named = config.get("mask_token", "<mask>") if named is None else named
     if not isinstance(named, str):
         return {}
@@ -157,7 +157,7 @@ def _mark_special(folder: Path, config: Mapping[str, Any], backend: tokenizers.T
     """Makes the tokens of `additional_special_tokens` special, which transformers 5 leaves plain
     where `added_tokens.json` has their ids."""
     named = config.get("additional_special_tokens") or read_json(
-        folder / "special_tokens_map.json"
+        folder / "special_tokens_map.json", missing_ok=True
     ).get("additional_special_tokens")
     tokens = {each["content"] if isinstance(each, dict) else each for each in named or ()}
     plain = [
@@ -191,7 +191,7 @@ def _check_case(
 def _check_ids(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> None:
     """Raises `ConfigError` if a token has another id than the files give it, or one that none of
     them gives: tokens are numbered in turn where they are added."""
-    given: dict[str, Any] = dict(read_json(folder / "added_tokens.json"))
+    given: dict[str, Any] = dict(read_json(folder / "added_tokens.json", missing_ok=True))
     for index, token in (config.get("added_tokens_decoder") or {}).items():
         given[token["content"]] = int(index)
     expected = backend.get_vocab(with_added_tokens=False) | given

@@ -21,7 +21,7 @@ from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard, Source
-from aioinfer.models.config import read_json
+from aioinfer.models.json_file import read_json
 from aioinfer.models.loader import load_weights
 from aioinfer.models.quantization import read_quantization
 from benchlib.quantized_folder import Format, Groups, awq, gptq, packed, quantize_folder
@@ -159,7 +159,7 @@ def quantized(folder: Path, format: Format) -> Path:
 def load_mlp(folder: Path, *, kernels: bool) -> GatedMLP:
     """Returns the MLP of a model's first layer, over the kernels or in plain torch."""
     backend = Backend(CPU, torch.float32, ParallelGroup.single(), has_kernels=kernels)
-    quantization = read_quantization(read_json(folder))
+    quantization = read_quantization(read_json(folder / "config.json"))
     make = LayerMaker(backend, HIDDEN, 512, 1e-6, quantization=quantization)
     prefix = "model.layers.0"
     norm = make.norm(f"{prefix}.post_attention_layernorm")

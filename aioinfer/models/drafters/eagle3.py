@@ -29,9 +29,9 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 from aioinfer.layers.step import Step
-from aioinfer.models.config import read_json
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.drafters.drafter import LayerDrafter
+from aioinfer.models.json_file import read_json
 from aioinfer.models.llama import LlamaConfig
 from aioinfer.models.loader import locate_tensors
 
@@ -58,7 +58,8 @@ class Eagle3Config:
     def load(cls, folder: Path) -> Eagle3Config:
         """Reads `config.json` of a folder. Raises `ConfigError` if it lacks a field, or the head is
         of another kind."""
-        given, file = read_json(folder), folder / "config.json"
+        file = folder / "config.json"
+        given = read_json(file)
         own = given.get("transformer_layer_config") or given
         extra = given.get("eagle_config") or {}
         taps = given.get("eagle_aux_hidden_state_layer_ids")
@@ -92,7 +93,7 @@ class Eagle3Config:
 def is_eagle3(folder: Path) -> bool:
     """Whether the checkpoint in a folder is a head of one of both layouts. Raises `ConfigError` if
     it has no `config.json`."""
-    given = read_json(folder)
+    given = read_json(folder / "config.json")
     return any("eagle3" in str(name).lower() for name in given.get("architectures") or ())
 
 

@@ -14,12 +14,13 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.causal_lm import CausalLM
-from aioinfer.models.config import DecoderConfig, read_json
+from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.eagle3 import Eagle3Config, is_eagle3, make_eagle3
 from aioinfer.models.drafters.mtp import MtpDrafter
+from aioinfer.models.json_file import read_json
 from aioinfer.models.mtp import find_projection
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import CausalLMConfig, build_model, load_model_config
@@ -38,7 +39,10 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     is_random = config.model.load_format.startswith("dummy")
     if not may_have_head or is_random:
         return "ngram"
-    projection, quantized = find_projection(folder), read_quantization(read_json(folder))
+    projection, quantized = (
+        find_projection(folder),
+        read_quantization(read_json(folder / "config.json")),
+    )
     # some quantized checkpoints have the head as it was without saying so, and could not be loaded
     if projection is None or quantized is None or quantized.name == "fp8":
         return "ngram" if projection is None else "mtp"

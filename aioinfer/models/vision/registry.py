@@ -15,7 +15,7 @@ from aioinfer.config import MediaConfig, ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.rotary import Sections
-from aioinfer.models.config import read_json
+from aioinfer.models.json_file import read_json
 from aioinfer.models.text_model import as_wrapper, lay_over
 from aioinfer.models.vision.format import PictureFormat, read_processor
 from aioinfer.models.vision.tower import Tower
@@ -136,7 +136,7 @@ def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> Visio
     """
     if not media.max_pictures:
         return None
-    config = as_wrapper(lay_over(read_json(folder), options.hf_overrides))
+    config = as_wrapper(lay_over(read_json(folder / "config.json"), options.hf_overrides))
     vision, kind = config.get("vision_config"), config.get("model_type")
     vision = config.get("audio_config") if vision is None else vision
     if not isinstance(vision, Mapping):
@@ -160,9 +160,7 @@ def _added_token(folder: Path, text: str) -> int:
     """Returns the id of a token that was added to a folder's tokenizer, by any of the files that
     may name it. Raises `ConfigError` without one, or if a file cannot be read."""
     files = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
-    listed, decoded, ids = (
-        read_json(folder, name) if (folder / name).is_file() else {} for name in files
-    )
+    listed, decoded, ids = (read_json(folder / name, missing_ok=True) for name in files)
     try:
         named = {each["content"]: each["id"] for each in listed.get("added_tokens") or ()}
         for index, each in (decoded.get("added_tokens_decoder") or {}).items():
