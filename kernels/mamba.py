@@ -2,6 +2,8 @@
 
     mamba_decode(inputs, weights, matrices, seq_lens, out, block_size=..., query_starts=...)
     mamba_prefill(inputs, weights, matrices, query_starts, seq_lens, chunks, out, block_size=...)
+    mamba_lookahead(inputs, weights, matrices, seq_lens, replays, replayed, saved, out,
+                    block_size=..., query_starts=...)
 
 With the step d = softplus(dt + dt_bias) within its limits and the decay exp(g), g = -exp(a_log) d,
 a head keeps the matrix S [N, P] of its state channels and its own:
@@ -11,11 +13,18 @@ a head keeps the matrix S [N, P] of its state channels and its own:
 Rows of one token are computed by `mamba_decode`, longer rows by `mamba_prefill`: each looks at a
 row's length on the GPU and leaves the other rows alone. Within a chunk of a longer row, with the
 cumulative sum G of g, y = exp(G) C S + (exp(G_i - G_j) C_i B_j)[j <= i] (d x) + skip x.
+
+`mamba_lookahead` computes rows of one token where rows may look ahead: one launch, which reads each
+state once and writes it once. A program computes one head of the adjacent rows of one slot
+(`layers.step.Replays`): first the tokens that it replays, without an output, then the rows. It
+writes the state behind the first of them, and keeps the steps of the others;
+`convolution_lookahead` keeps their other inputs.
 """
 # ruff: noqa: N803, N806  (compile-time constants and matrices are written in capitals)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +32,7 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.delta_arguments import softplus
 from aioinfer.kernels.launch import wait_for_kernel
+from aioinfer.kernels.replays import check_saved, end_of_block, keep_inputs, rows_of_slot
 from aioinfer.kernels.short_convolution import block_of
 from aioinfer.kernels.states import ChunkPlan, StateTables, decode_row, programs_for
 
@@ -91,7 +101,7 @@ class MambaShape(NamedTuple):
 
 
 @triton.jit
-def advance_state(
+def _advance_state(
     S, mixed, steps, head, rate, bias, weight, least, largest, SHAPE: tl.constexpr
 ):  # fmt: skip
     """Returns the state of a head behind a token, and its output, in float32; `mixed` and `steps`
@@ -133,7 +143,7 @@ def _decode_kernel(
     places = (head * SHAPE.state_size + i)[:, None] * SHAPE.head_size + j[None, :]
     is_state = is_i[:, None] & is_j[None, :]
     S = tl.load(matrices + before * matrix_stride + places, is_state & is_started, 0.0)
-    S, y = advance_state(
+    S, y = _advance_state(
         S.to(tl.float32), mixed + token * mixed_stride, steps + token * step_stride, head, rate,
         bias, weight, least, largest, SHAPE,
     )  # fmt: skip
@@ -206,7 +216,7 @@ def _prefill_kernel(
             tl.store(target, S.to(matrices.dtype.element_ty), is_state & (block >= 0))
 
 
-def decode_warps(shape: MambaShape) -> int:
+def _decode_warps(shape: MambaShape) -> int:
     """Returns the warps of a decode's program: a thread has 64 numbers of the matrix at most."""
     return max(1, min(8, shape.head_pad * shape.state_pad // 2048))
 
@@ -253,7 +263,7 @@ def mamba_decode(
         mixed, steps, *weights, out, states, tables, seq_lens,
         seq_lens if query_starts is None else query_starts, mixed.stride(0), steps.stride(0),
         out.stride(0), states.stride(0), tables.stride(0), SHAPE=shape,
-        HAS_STARTS=query_starts is not None, PDL=pdl, num_warps=decode_warps(shape),
+        HAS_STARTS=query_starts is not None, PDL=pdl, num_warps=_decode_warps(shape),
         launch_pdl=pdl,
     )  # fmt: skip
 
@@ -296,4 +306,105 @@ def mamba_prefill(
         mixed.stride(0), steps.stride(0), out.stride(0), states.stride(0), tables.stride(0),
         SHAPE=shape, LENGTH=chunks.length, VALUES=values, PRECISION="ieee" if is_wide else "tf32",
         PDL=pdl, num_warps=4, num_stages=1 if is_wide else 2, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "tables", "seq_lens", "query_starts", "slots", "pending", "counts",
+    ]
+)  # fmt: skip
+def _mamba_lookahead_kernel(
+    mixed, steps, a_log, dt_bias, skip, least, largest, out, matrices, tables, seq_lens,
+    query_starts, slots, pending, counts, replayed, saved, mixed_stride, step_stride, out_stride,
+    matrix_stride, table_stride,
+    SHAPE: tl.constexpr, SAVED: tl.constexpr, HAS_STARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(0), tl.program_id(1)
+    GROUPS: tl.constexpr = SHAPE.heads // SHAPE.group
+    CHANNELS: tl.constexpr = SHAPE.heads * SHAPE.head_size + 2 * GROUPS * SHAPE.state_size
+    i, j = tl.arange(0, SHAPE.state_pad), tl.arange(0, SHAPE.head_pad)
+    is_j = j < SHAPE.head_size
+    is_state = (i < SHAPE.state_size)[:, None] & is_j[None, :]
+    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    weight = tl.load(skip + head).to(tl.float32)
+    wait_for_kernel(PDL)
+    token, first, count, slot, start, last = rows_of_slot(
+        seq_lens, query_starts, slots, pending, counts, row, HAS_STARTS, SHAPE.block_size
+    )
+    if token < 0:
+        return
+    table = tables + row.to(tl.int64) * table_stride
+    before = tl.load(table + tl.maximum(start - 1, 0) // SHAPE.block_size).to(tl.int64)
+    block = tl.load(table + last).to(tl.int64)
+    end, end_block = end_of_block(table, start, first, block, SHAPE.block_size)
+    places = (head * SHAPE.state_size + i)[:, None] * SHAPE.head_size + j[None, :]
+    of_slot = saved + slot * (SAVED * SHAPE.heads)
+    S = tl.load(matrices + before * matrix_stride + places, is_state & (start > 0), 0.0)
+    S = S.to(tl.float32)
+    for t in tl.range(0, first + count, disable_licm=True):
+        at = token + t - first  # the row's token, if it is not a replayed one
+        is_row = t >= first
+        earlier = replayed + (slot * SAVED + t) * CHANNELS
+        S, y = _advance_state(
+            S, tl.where(is_row, mixed + at * mixed_stride, earlier),
+            tl.where(is_row, steps + at * step_stride, of_slot + t * SHAPE.heads), head, rate,
+            bias, weight, least, largest, SHAPE,
+        )  # fmt: skip
+        # rounded after each token, whatever the number of tokens in the step
+        stored = S.to(matrices.dtype.element_ty)
+        S = stored.to(tl.float32)
+        if (t == first) | (t == end):
+            target = matrices + tl.where(t == first, block, end_block) * matrix_stride
+            tl.store(target + places, stored, is_state)
+        out_places = out + at * out_stride + head * SHAPE.head_size + j
+        tl.store(out_places, y.to(out.dtype.element_ty), is_j & is_row)
+    tl.debug_barrier()  # every thread has read the kept steps
+    keep_inputs(
+        of_slot, SHAPE.heads, steps + (token + 1) * step_stride, step_stride, count - 1, head, True
+    )  # fmt: skip
+
+
+def mamba_lookahead(
+    inputs: MambaInputs,
+    weights: MambaWeights,
+    matrices: StateTables,
+    seq_lens: torch.Tensor,
+    replays: Sequence[torch.Tensor],
+    replayed: torch.Tensor,
+    saved: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_size: int,
+    query_starts: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Computes the recurrence of the rows of one token, of which several may be of one slot;
+    replays earlier tokens, and updates states and kept steps. Which entries of the tables are read
+    and written is said in `delta_lookahead`.
+
+    Args:
+        inputs, weights, matrices, seq_lens, out, block_size, query_starts, pdl: as for
+            `mamba_decode`.
+        replays: slots, pending and counts of the rows, int32 [R] each: see `layers.step.Replays`.
+        replayed: [slots, K, H P + 2 G N], contiguous, the convolution of the replayed tokens, in
+            the dtype of `inputs.mixed`.
+        saved: [slots, K, H], contiguous, the kept `inputs.steps` of K lookahead rows of each slot.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    shape = MambaShape.of(inputs, weights, matrices.states, block_size)
+    check_saved([replayed, saved], inputs, block_size)
+    (mixed, steps), (states, tables) = inputs, matrices
+    rows = len(seq_lens) if query_starts is None else min(len(seq_lens), len(mixed))
+    if rows == 0:
+        return
+    _mamba_lookahead_kernel[(shape.heads, rows)](
+        mixed, steps, *weights, out, states, tables, seq_lens,
+        seq_lens if query_starts is None else query_starts, *replays, replayed, saved,
+        mixed.stride(0), steps.stride(0), out.stride(0), states.stride(0), tables.stride(0),
+        SHAPE=shape, SAVED=saved.shape[1], HAS_STARTS=query_starts is not None, PDL=pdl,
+        num_warps=_decode_warps(shape), launch_pdl=pdl,
     )  # fmt: skip

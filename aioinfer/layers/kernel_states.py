@@ -26,8 +26,13 @@ from aioinfer.kernels.delta_prefill import (
     plans_of,
 )
 from aioinfer.kernels.gated_norm import gated_norm
-from aioinfer.kernels.mamba import MambaInputs, MambaWeights, mamba_decode, mamba_prefill
-from aioinfer.kernels.mamba_lookahead import mamba_lookahead
+from aioinfer.kernels.mamba import (
+    MambaInputs,
+    MambaWeights,
+    mamba_decode,
+    mamba_lookahead,
+    mamba_prefill,
+)
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
 from aioinfer.layers.layer import LayerCache

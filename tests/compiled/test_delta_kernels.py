@@ -19,10 +19,14 @@ from aioinfer.kernels.delta_inputs import _inputs_kernel
 from aioinfer.kernels.delta_lookahead import _delta_lookahead_kernel
 from aioinfer.kernels.delta_prefill import _norm_kernel, _scan_kernel, delta_prefill_config
 from aioinfer.kernels.gated_norm import _gated_norm_kernel
-from aioinfer.kernels.mamba import MambaShape, decode_warps, prefill_values
+from aioinfer.kernels.mamba import (
+    MambaShape,
+    _decode_warps,
+    _mamba_lookahead_kernel,
+    prefill_values,
+)
 from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
 from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
-from aioinfer.kernels.mamba_lookahead import _mamba_lookahead_kernel
 from aioinfer.kernels.short_convolution import _short_convolution_kernel
 
 from tests.compiled.hopper import SHARED_MEMORY, check_fits, compile_call
@@ -178,7 +182,7 @@ def test_mamba(shape: MambaShape, is_prefill: bool) -> None:
         assert "cp.async" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= SHARED_MEMORY
     else:
-        options = SimpleNamespace(num_warps=decode_warps(shape), num_stages=3)
+        options = SimpleNamespace(num_warps=_decode_warps(shape), num_stages=3)
         kernel = compile_call(_mamba_decode, options, **arguments, HAS_STARTS=True)
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
     check_fits(kernel, spilled=192 if is_prefill else 0)
@@ -189,7 +193,7 @@ def test_mamba(shape: MambaShape, is_prefill: bool) -> None:
 def test_lookahead_of_mamba(shape: MambaShape, has_starts: bool) -> None:
     """A matrix stays in registers from the first token to the last."""
     kernel = compile_call(
-        _mamba_lookahead_kernel, SimpleNamespace(num_warps=decode_warps(shape), num_stages=3),
+        _mamba_lookahead_kernel, SimpleNamespace(num_warps=_decode_warps(shape), num_stages=3),
         mixed=BF16, steps=BF16, a_log=FLOATS, dt_bias=FLOATS, skip=FLOATS, least=0.0, largest=1e9,
         out=FLOATS, matrices=FLOATS, tables=INTS, seq_lens=INTS, query_starts=INTS, slots=INTS,
         pending=INTS, counts=INTS, replayed=BF16, saved=BF16, mixed_stride=8192, step_stride=8192,

@@ -14,8 +14,7 @@ import torch
 from aioinfer.kernels.convolution_lookahead import convolution_lookahead
 from aioinfer.kernels.delta_decode import delta_decode, make_tickets
 from aioinfer.kernels.delta_lookahead import delta_lookahead
-from aioinfer.kernels.mamba import mamba_decode
-from aioinfer.kernels.mamba_lookahead import mamba_lookahead
+from aioinfer.kernels.mamba import mamba_decode, mamba_lookahead
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, plan_chunks
 from delta_cases import DeltaCase, DeltaProblem, Row

@@ -12,8 +12,7 @@ from aioinfer.kernels.convolution_lookahead import convolution_lookahead
 from aioinfer.kernels.delta_arguments import DeltaInputs
 from aioinfer.kernels.delta_decode import make_tickets
 from aioinfer.kernels.delta_lookahead import delta_lookahead
-from aioinfer.kernels.mamba import MambaInputs
-from aioinfer.kernels.mamba_lookahead import mamba_lookahead
+from aioinfer.kernels.mamba import MambaInputs, mamba_lookahead
 from aioinfer.kernels.states import StateTables
 from cases import normal, poisoned
 from delta_cases import WIDTH, DeltaCase, DeltaProblem, Row, StateProblem
