@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.ipc import peer_link
+from aioinfer.ipc import nixl_link, peer_link
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.peer_link import PeerError, PeerLink, read_key
 from aioinfer.worker import kv_peers
@@ -51,7 +51,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.address = free_address()
-        self.there, self.here = make_host(shared=True), make_host()
+        self.there, self.here = make_host(shared=True), make_host(shared=True)
         self.server = PeerConnector(self.there, KEY, lambda: self.model, self.address)
         self.reader = PeerConnector(self.here, KEY, lambda: self.model, None)
         for number, name in enumerate(NAMES):
@@ -80,7 +80,9 @@ class Pair:
 
 
 def only_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NIXL."""
     monkeypatch.setattr(peer_link, "unix_name", lambda address: "\0aioinfer-kv nowhere")
+    monkeypatch.setattr(nixl_link, "PACKAGES", ())
 
 
 @pytest.fixture(params=["near", "far"])
@@ -102,6 +104,7 @@ def test_blocks_of_all_groups_come_as_they_are(pair: Pair) -> None:
     links = next(iter(pair.reader._links.values()))
     assert len(links) <= kv_peers._READERS, "connections are used again"
     assert {link.is_shared for link in links} == {pair.is_near}
+    assert {link.channel for link in links} == {None}
 
 
 def test_nothing_counts_behind_a_missing_block(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

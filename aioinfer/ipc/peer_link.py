@@ -8,13 +8,16 @@ and are cut off after a few bytes. Nothing is encrypted, and blocks are not sign
 hand prompts over belong on a network of their own.
 
 A request is a count and so many (group, hash); nothing that comes is executed or unpickled, and
-sizes are known before a byte is read. There are two kinds of connections:
+sizes are known before a byte is read. There are three kinds of connections:
 
 - TCP: each block comes as a header (whether it is there, its bytes), its bytes, and a byte that
   says whether they were still the block's when they had been sent.
 - Between processes of one host, a Unix socket with an abstract name (unix(7)), made of the TCP
   address: behind the handshake come the descriptors of the memory that holds the blocks. A reply
   names places; the reader copies them, says so, and gets a byte for each block as above.
+- TCP, with NIXL beside it where both sides have that: behind the handshake the server sends its
+  agent's metadata and the addresses of its memory (`nixl_link`). Replies are those of the Unix
+  socket, and NIXL copies.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from aioinfer.errors import ConfigError
 
-_HELLO = b"aioinfer kv 1\n"
+_HELLO = b"aioinfer kv 2\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 IDENTITY_BYTES = 16
 _COUNT = struct.Struct("=I")
@@ -46,13 +50,37 @@ _HEAD = struct.Struct("=?Q")
 MAX_BLOCKS = 4096
 _MAX_GROUPS = 64
 _MIN_KEY_BYTES = 16
+#: Of what a server offers for NIXL, at most.
+_MAX_OFFER = 2**20
 _CONNECT_S = 2.0
 #: For so long a side may be silent.
 STALL_S = 5.0
+#: For so long while NIXL begins, which registers the memory of the host.
+NIXL_START_S = 20.0
 
 
 class PeerError(Exception):
     """The other side is gone, does not know the key, has another model, or broke the protocol."""
+
+
+class Channel(Protocol):
+    """What reads from another side's memory: `nixl_link.NixlChannel`."""
+
+    def read(self, pieces: Sequence[tuple[int, int, memoryview]], until: float) -> None:
+        """Reads blocks: each one's group, its first byte there, and where it goes."""
+
+    def close(self) -> None:
+        """Closes the channel."""
+
+
+class Nixl(Protocol):
+    """A rank's NIXL: `nixl_link.NixlLink`."""
+
+    def offer(self) -> bytes:
+        """Returns what the other side needs; nothing where NIXL is not to be had."""
+
+    def connect(self, offer: bytes) -> Channel:
+        """Returns a channel to another side. Raises `PeerError` or OSError."""
 
 
 def read_key(path: str) -> bytes:
@@ -123,26 +151,65 @@ def _introduce(connection: socket.socket, key: bytes, identity: bytes) -> None:
         raise PeerError("the server has another model, or keeps its KV blocks in another form")
 
 
+def agree_on_nixl(connection: socket.socket, nixl: Nixl) -> bool:
+    """The server's side of the agreement behind the handshake. Returns whether the reader uses
+    NIXL. Raises `PeerError` or OSError."""
+    connection.settimeout(NIXL_START_S)
+    if receive(connection, 1) != b"\1":
+        return False
+    offer = nixl.offer()
+    connection.sendall(_COUNT.pack(len(offer)) + offer)
+    return bool(offer) and receive(connection, 1) == b"\1"
+
+
 class PeerLink:
     """A reader's connection.
 
     Attributes:
         is_shared: whether blocks are copied from memory of the server.
+        channel: with which blocks are read over NIXL; None if they are not.
     """
 
-    def __init__(self, address: tuple[str, int], key: bytes, identity: bytes):
-        """Connects, over a Unix socket if the server is on this host. Raises `PeerError` or
-        OSError."""
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        identity: bytes,
+        nixl: Nixl | None = None,
+    ):
+        """Connects, over a Unix socket if the server is on this host; else with NIXL, if that is
+        given and the server has it, too. Raises `PeerError` or OSError."""
         self._memory: list[np.ndarray] = []
+        self.channel: Channel | None = None
         self._connection, self.is_shared = _connect(address)
         try:
             self._connection.settimeout(STALL_S)
             _introduce(self._connection, key, identity)
             if self.is_shared:
                 self._map()
+            else:
+                self.channel = self._agree(nixl)
         except BaseException:
             self._connection.close()
             raise
+
+    def _agree(self, nixl: Nixl | None) -> Channel | None:
+        """The reader's side of `agree_on_nixl`. Returns the channel, if both sides have NIXL."""
+        has_nixl = nixl is not None and nixl.offer() != b""
+        self._connection.sendall(bytes([has_nixl]))
+        if nixl is None or not has_nixl:
+            return None
+        self._connection.settimeout(NIXL_START_S)
+        (size,) = _COUNT.unpack(receive(self._connection, _COUNT.size))
+        self._connection.settimeout(STALL_S)
+        if size > _MAX_OFFER:
+            raise PeerError(f"an offer of NIXL of {size} bytes")
+        offer, channel = bytes(receive(self._connection, size)), None
+        if offer:
+            with contextlib.suppress(OSError, PeerError):
+                channel = nixl.connect(offer)
+            self._connection.sendall(bytes([channel is not None]))
+        return channel
 
     def _map(self) -> None:
         """Maps the server's memory, of each group."""
@@ -172,8 +239,8 @@ class PeerLink:
         """
         request = b"".join([_COUNT.pack(len(names)), *(_NAME.pack(*name) for name in names)])
         self._connection.sendall(request)
-        if self.is_shared:
-            return self._copy(names, outs)
+        if self.is_shared or self.channel is not None:
+            return self._copy(names, outs, until)
         count, is_whole = 0, True
         for out in outs:
             if time.monotonic() > until:
@@ -188,13 +255,22 @@ class PeerLink:
             count += is_whole
         return count
 
-    def _copy(self, names: Sequence[tuple[int, bytes]], outs: Sequence[memoryview]) -> int:
+    def _copy(
+        self, names: Sequence[tuple[int, bytes]], outs: Sequence[memoryview], until: float
+    ) -> int:
         """Copies the blocks of a request from the server's memory; see `read`."""
         heads = receive(self._connection, len(outs) * _HEAD.size)
         found = list(_HEAD.iter_unpack(heads))
-        for (group, _), out, (is_there, place) in zip(names, outs, found, strict=True):
-            first, end = place * len(out), (place + 1) * len(out)
-            if is_there and len(out):
+        pieces = [
+            (group, place * len(out), out)
+            for (group, _), out, (is_there, place) in zip(names, outs, found, strict=True)
+            if is_there and len(out)
+        ]
+        if self.channel is not None:
+            self.channel.read(pieces, until)
+        else:
+            for group, first, out in pieces:
+                end = first + len(out)
                 if group >= len(self._memory) or end > len(self._memory[group]):
                     raise PeerError("a block is beyond the server's memory")
                 np.copyto(np.frombuffer(out, np.uint8), self._memory[group][first:end])
@@ -206,6 +282,8 @@ class PeerLink:
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
+        if self.channel is not None:
+            self.channel.close()
 
 
 def _connect(address: tuple[str, int]) -> tuple[socket.socket, bool]:

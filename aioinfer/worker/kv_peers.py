@@ -1,5 +1,6 @@
 """Other servers as a connector of KV blocks: a rank reads blocks of the same rank of another
-server, and serves the blocks that its own host has. The connections are `ipc.peer_link`'s.
+server, and serves the blocks that its own host has. The connections are `ipc.peer_link`'s; where
+both sides have NIXL and are on different hosts, that copies (`ipc.nixl_link`).
 
 The server finds a block by its hash, in memory of the host where the engine has put it. A block
 that is about to be saved is waited for, for a moment. A block whose place gets another one while it
@@ -17,9 +18,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from aioinfer.config_keys import parse_address
+from aioinfer.ipc.nixl_link import NixlError, NixlLink
 from aioinfer.ipc.peer_link import (
     PeerError,
     PeerLink,
+    agree_on_nixl,
     greet,
     receive,
     requests,
@@ -43,6 +46,8 @@ _MAX_WAIT_S = 2.0
 _MAX_READ_S = 30.0
 #: A server that failed is not asked for so long: other requests would wait for it as well.
 _PAUSE_S = 5.0
+#: A server whose transfers over NIXL failed is read over plain TCP so long.
+_PLAIN_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -97,10 +102,17 @@ class _Server:
     """
 
     def __init__(
-        self, address: tuple[str, int], host: HostBlocks, index: _Index, key: bytes, identity: bytes
+        self,
+        address: tuple[str, int],
+        host: HostBlocks,
+        index: _Index,
+        key: bytes,
+        identity: bytes,
+        nixl: NixlLink,
     ):
         """Listens. Raises OSError."""
         self._host, self._index, self._key, self.identity = host, index, key, identity
+        self._nixl = nixl
         self._places = threading.Semaphore(_MAX_CONNECTIONS)
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         far = socket.create_server(address, family=family)
@@ -138,11 +150,13 @@ class _Server:
             with connection:
                 identity = self.identity
                 greet(connection, self._key, identity)
+                answer = self._name_places
                 if is_near:
                     socket.send_fds(connection, [b"\1"], self._host.descriptors)
                 else:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                answer = self._name_places if is_near else self._send_blocks
+                    is_remote = agree_on_nixl(connection, self._nixl)
+                    answer = self._name_remote_places if is_remote else self._send_blocks
                 for names in requests(connection, _IDLE_S):
                     if any(group >= len(self._host.num_places) for group, _ in names):
                         raise PeerError("a request for a group that does not exist")
@@ -185,6 +199,13 @@ class _Server:
         ]
         connection.sendall(bytes(flags))
 
+    def _name_remote_places(
+        self, connection: socket.socket, names: Sequence[tuple[int, bytes]], identity: bytes
+    ) -> None:
+        connection.settimeout(_MAX_READ_S)  # the reader is silent meanwhile
+        with self._nixl.being_read():
+            self._name_places(connection, names, identity)
+
 
 class PeerConnector:
     """Reads blocks of other servers, and serves the host's. Implements `KVConnector`."""
@@ -203,14 +224,16 @@ class PeerConnector:
         self._host, self._key, self._identify = host, key, identify
         self._identity = identify()
         self._index = _Index(host)
+        self._nixl = NixlLink(host.descriptors, [memory.data_ptr() for memory in host.groups])
         self._server = None
         if address is not None:
-            self._server = _Server(address, host, self._index, key, self._identity)
+            self._server = _Server(address, host, self._index, key, self._identity, self._nixl)
         self._reads = PendingReads()
         self._threads = ThreadPoolExecutor(_READERS, "kv-peer")
         self._lock = threading.Lock()
         self._links: dict[str, list[PeerLink]] = {}
         self._paused: dict[str, float] = {}  # until when a server is not asked
+        self._plain: dict[str, float] = {}  # until when a server is read without NIXL
 
     def save(self, group: int, place: int, block_hash: bytes, saved: Wait) -> None:
         """See `KVConnector.save`: others may read the block from now on."""
@@ -240,7 +263,8 @@ class PeerConnector:
         if not names or time.monotonic() < self._paused.get(source, 0.0):
             return 0
         failure: Exception = PeerError("no connection")
-        for is_pooled in (True, False):  # one that was kept may have ended meanwhile
+        # a connection that was kept may have ended meanwhile; after a failure of NIXL, plain TCP
+        for is_pooled in (True, False, False):
             link = None
             try:
                 link = self._take_link(source) if is_pooled else self._connect(source)
@@ -249,8 +273,12 @@ class PeerConnector:
                 count = link.read(names, outs, time.monotonic() + _MAX_READ_S)
             except (OSError, OverflowError, PeerError, ValueError) as error:
                 failure = error
+                if isinstance(error, NixlError):
+                    self._plain[source] = time.monotonic() + _PLAIN_S
                 if link is not None:
                     link.close()
+                if not is_pooled and not isinstance(error, NixlError):
+                    break
                 continue
             with self._lock:
                 if identity == self._identity:
@@ -269,7 +297,8 @@ class PeerConnector:
 
     def _connect(self, source: str) -> PeerLink:
         host, port = parse_address(source)
-        return PeerLink((host, port + self._rank), self._key, self._identity)
+        nixl = self._nixl if time.monotonic() >= self._plain.get(source, 0.0) else None
+        return PeerLink((host, port + self._rank), self._key, self._identity, nixl)
 
     @property
     def has_reads(self) -> bool:
@@ -286,6 +315,7 @@ class PeerConnector:
         if self._server is not None:
             self._server.close()
         self._close_links()
+        self._nixl.close()
 
     def _close_links(self) -> None:
         with self._lock:

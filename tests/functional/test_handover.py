@@ -22,6 +22,7 @@ from aioinfer.config import load_config
 from aioinfer.gateway import proxy
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import ReplicaServer
+from aioinfer.ipc import nixl_link, peer_link
 from aioinfer.worker import kv_peers
 from tests.functional.test_kv_store import MODELS, SETTINGS, model_of
 from tests.tiny_models import tiny_model
@@ -172,6 +173,21 @@ async def compare(found: Servers, folder: Path, **settings: Any) -> None:
 async def test_texts_are_those_of_one_server(folder: Path) -> None:
     async with servers(folder) as found:
         await compare(found, folder)
+
+
+async def test_texts_over_nixl_are_those_of_one_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers find each other over TCP alone, as on two hosts."""
+    monkeypatch.setattr(peer_link, "unix_name", lambda address: "\0aioinfer-kv nowhere")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(nixl_link, "has_rdma", lambda: True)
+    async with servers(folder) as found:
+        await compare(found, folder)
+        (reading,) = _works(found.decode)
+        links = [link for each in reading.connectors[1]._links.values() for link in each]
+        assert links
+        assert None not in [link.channel for link in links]
 
 
 @extended

@@ -13,6 +13,7 @@ from aioinfer.config_keys import parse_address
 from aioinfer.errors import ConfigError
 from aioinfer.features.kv_store.sections import KVLoaded, KVMoves
 from aioinfer.ipc.kv_files import KVFiles
+from aioinfer.ipc.nixl_link import is_available
 from aioinfer.ipc.peer_link import read_key
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import KV_BLOCKS
@@ -76,7 +77,8 @@ class Work(WorkerFeature):
         `ConfigError`."""
         rank, cache = self.rank, self.rank.config.cache
         assert rank.kv is not None
-        shared = cache.peer_address is not None
+        shared = cache.peer_address is not None  # other servers map it, or NIXL's process
+        shared |= cache.peer_key_file is not None and is_available()
         self.host = make_host_blocks(rank.kv, cache.host_bytes, shared=shared)
         self.copies = make_copies(rank.kv, self.host)
         is_divided = rank.place.world_size > 1 and not rank.place.is_local
