@@ -11,7 +11,7 @@ from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.retention import Retention
-from tests.test_kv_store import GROUPS, make_disk_harness, make_harness, prompt_of, run
+from tests.test_kv_store import GROUPS, make_disk_harness, make_harness, prompt_of
 from tests.test_scheduler import Harness, make_request
 
 
@@ -194,23 +194,23 @@ def retained(number: int, length: int = 40) -> Request:
 
 def others(harness: Harness, count: int) -> None:
     for number in range(count):
-        run(harness, make_request(f"other {number}", prompt_of(20 + number, 30), 4))
+        harness.serve(make_request(f"other {number}", prompt_of(20 + number, 30), 4))
 
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_retained_prompt_outlives_others_on_the_device(groups: tuple[KVGroup, ...]) -> None:
     harness = make_harness(groups, num_stored=(), num_blocks=8 if groups == GROUPS[-1] else 40)
-    run(harness, retained(0), make_request("plain", prompt_of(1), 4))
+    harness.serve(retained(0), make_request("plain", prompt_of(1), 4))
     others(harness, 9)
-    run(harness, again := make_request("again", prompt_of(0), 4))
-    run(harness, plain := make_request("plain", prompt_of(1), 4))
+    harness.serve(again := make_request("again", prompt_of(0), 4))
+    harness.serve(plain := make_request("plain", prompt_of(1), 4))
     assert again.num_cached == 36
     assert plain.num_cached == 0
 
 
 def test_a_retained_prompt_outlives_others_on_the_host() -> None:
     harness = make_harness(num_stored=(40,))
-    run(harness, retained(0), make_request("plain", prompt_of(1), 4))
+    harness.serve(retained(0), make_request("plain", prompt_of(1), 4))
     others(harness, 12)
     stored = harness.scheduler.kv_cache.store.groups[0]
     assert sum(h in stored for h in retained_hashes(harness, 0)) == 10
@@ -219,8 +219,8 @@ def test_a_retained_prompt_outlives_others_on_the_host() -> None:
 
 def test_a_retained_prompt_outlives_others_on_the_disk() -> None:
     harness = make_disk_harness(num_files=40)
-    run(harness, retained(0), make_request("plain", prompt_of(1), 4))
-    run(harness, retained(0))  # by now it has files
+    harness.serve(retained(0), make_request("plain", prompt_of(1), 4))
+    harness.serve(retained(0))  # by now it has files
     others(harness, 12)
     (disk,) = harness.scheduler.kv_cache.store.connectors
     assert sum(h in disk.files[0] for h in retained_hashes(harness, 0)) == 10

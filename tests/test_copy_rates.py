@@ -8,7 +8,7 @@ import pytest
 
 from aioinfer.scheduler.copy_rates import MIN_TOKENS, TRY_EVERY, Rate
 from aioinfer.scheduler.kv_store import KVStore
-from tests.test_kv_store import displace, make_harness, prompt_of, run
+from tests.test_kv_store import displace, make_harness, prompt_of
 from tests.test_scheduler import make_request
 
 
@@ -44,18 +44,18 @@ def test_the_slower_way_is_tried_now_and_then() -> None:
 @pytest.mark.parametrize(("per_s", "found"), [(10_000, 36), (500, 0)])
 def test_a_prefix_is_computed_where_that_is_faster(per_s: float, found: int) -> None:
     harness = make_harness()
-    run(harness, make_request("first", prompt_of(0), 4))
+    harness.serve(make_request("first", prompt_of(0), 4))
     displace(harness)
     rates = harness.scheduler.kv_cache.store.rates
     rates.loads, rates.prefill = rate_of(per_s), rate_of(1000)
-    run(harness, again := make_request("again", prompt_of(0), 4))
+    harness.serve(again := make_request("again", prompt_of(0), 4))
     assert again.num_cached == found
 
 
 def test_steps_and_loads_are_measured() -> None:
     harness = make_harness(num_blocks=160, num_stored=(600,), token_budget=1000, prefill_cap=1000)
     for number in (0, 1, 0):
-        run(harness, make_request(f"{number}", prompt_of(number, 600), 3))
+        harness.serve(make_request(f"{number}", prompt_of(number, 600), 3))
     rates = harness.scheduler.kv_cache.store.rates
     assert rates.prefill.per_s == pytest.approx(600 / 0.001, rel=0.5)
     assert rates.loads.per_s is not None

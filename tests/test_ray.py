@@ -36,7 +36,7 @@ from aioinfer.llm import LLM  # noqa: E402
 from tests.executor_runs import PROMPT, Run, greedy, tiny_config, tiny_llama  # noqa: E402
 from tests.functional.conftest import SMOLLM2  # noqa: E402
 from tests.tiny_models import tiny_model  # noqa: E402
-from tests.worker_processes import is_worker  # noqa: E402
+from tests.worker_processes import is_worker, living  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PARTS = ("raylet", "gcs_server", "ray::", "ray/_private")
@@ -254,15 +254,8 @@ while True:
 
 def wait_until_ended(processes: Iterable[psutil.Process], timeout_s: float) -> None:
     """Some may be left that have ended and whose new parent has not asked for their status."""
-
-    def lives(process: psutil.Process) -> bool:
-        try:
-            return bool(process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
-
     deadline = time.monotonic() + timeout_s
-    while (left := [process.pid for process in processes if lives(process)]) and (
+    while (left := [process.pid for process in living(processes)]) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.2)

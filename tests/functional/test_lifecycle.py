@@ -24,7 +24,7 @@ import pytest
 from yarl import URL
 
 from tests.gpu.random_models import random_model
-from tests.worker_processes import worker_processes
+from tests.worker_processes import living, worker_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ class Process:
         """Returns the exit status; all processes must be gone."""
         status = self.popen.wait(max(timeout, 0))
         _, alive = psutil.wait_procs(self.workers, timeout=1)
-        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        assert living(alive) == []
         return status
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from yarl import URL
 
 from tests.functional.test_lifecycle import ROOT, Process, events
 from tests.gpu.random_models import random_model
+from tests.worker_processes import living
 
 pytest.importorskip("ray.serve")
 #: Ray takes a minute to start on a machine that does other work.
@@ -141,7 +142,7 @@ class Deployment(Driver):
         status = self.popen.wait(60)
         self.popen.stdout.close()
         _, alive = psutil.wait_procs(processes, timeout=20)
-        left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+        left = living(alive)
         for process in left:
             process.kill()
         assert left == [], "processes of Ray's are left behind"
