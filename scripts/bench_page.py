@@ -1,6 +1,7 @@
-"""Measures the chat page in headless Chromium while long answers stream in.
+r"""Measures the chat page in headless Chromium while long answers stream in.
 
-    python scripts/bench_page.py [--tokens 20000] [--rate 200] [--only TEXT,...] [--shot FILE]
+    PYTHONPATH=. python scripts/bench_page.py [--tokens 20000] [--rate 200] [--only TEXT,...] \
+        [--shot FILE]
 
 The page and its files are the server's; the answer is scripted, one event a token. `--rate` is in
 tokens a second, 0 sends as fast as the page takes them. For each kind of text a line says:
