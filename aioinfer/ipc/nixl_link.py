@@ -56,7 +56,7 @@ def is_available() -> bool:
 
 
 class NixlError(PeerError):
-    """A transfer of NIXL has failed, or it is not to be had."""
+    """A transfer of NIXL has failed, or it is not available."""
 
 
 class NixlLink:
@@ -73,7 +73,7 @@ class NixlLink:
 
     def offer(self) -> bytes:
         """Returns the addresses of the memory and the agent's metadata; nothing where NIXL is not
-        to be had. Starts the process if there is none."""
+        available. Starts the process if there is none."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
@@ -87,10 +87,10 @@ class NixlLink:
             return self._offer
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        fds = [theirs.fileno(), *self._descriptors]
+        self._control, process_end = socket.socketpair()
+        fds = [process_end.fileno(), *self._descriptors]
         program = str(Path(__file__).with_name("nixl_process.py"))
-        with theirs:
+        with process_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program, *map(str, fds)],
                 pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -137,11 +137,11 @@ class NixlLink:
         self.offer()
         control = self._control
         if control is None:
-            raise NixlError("NIXL is not to be had")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(control, [b"c"], [theirs.fileno()])
-        return NixlChannel(ours, offer, self._bases, partial(self.close, control))
+            raise NixlError("NIXL is not available")
+        own_end, process_end = socket.socketpair()
+        with process_end:
+            socket.send_fds(control, [b"c"], [process_end.fileno()])
+        return NixlChannel(own_end, offer, self._bases, partial(self.close, control))
 
 
 class NixlChannel:
@@ -160,10 +160,10 @@ class NixlChannel:
         try:
             (count,) = _SIZE.unpack_from(offer)
             ends = _SIZE.size + count * ADDRESS.size
-            self._theirs = list(ADDRESS.iter_unpack(offer[_SIZE.size : ends]))
+            self._remote = list(ADDRESS.iter_unpack(offer[_SIZE.size : ends]))
         except struct.error as error:
             self.close()
-            raise PeerError("an offer of NIXL that is none") from error
+            raise PeerError("malformed metadata of NIXL") from error
         self._ask(offer[ends:])
 
     def read(self, pieces: Sequence[Piece], until: float) -> None:
@@ -171,7 +171,7 @@ class NixlChannel:
         it takes longer than `until`, or if a transfer fails, once nothing writes any more."""
         batch, size = list[bytes](), 0
         for group, first, out in pieces:
-            address, length = self._theirs[group] if group < len(self._theirs) else (0, 0)
+            address, length = self._remote[group] if group < len(self._remote) else (0, 0)
             if first + len(out) > length:
                 raise PeerError("a block is beyond the server's memory")
             if batch and size + len(out) > _TRANSFER_BYTES:

@@ -67,11 +67,11 @@ class Agent:
 
     def start(self, other: str, pieces: list[tuple[int, int, int, int]]) -> Any:
         """Begins to read pieces from another agent's memory. Returns the transfer."""
-        theirs = [(address, size, 0) for address, _, _, size in pieces]
-        ours = [(self._bases[group] + first, size, 0) for _, group, first, size in pieces]
+        remote = [(address, size, 0) for address, _, _, size in pieces]
+        local = [(self._bases[group] + first, size, 0) for _, group, first, size in pieces]
         transfer = self._agent.initialize_xfer(
-            "READ", self._agent.get_xfer_descs(ours, "DRAM"),
-            self._agent.get_xfer_descs(theirs, "DRAM"), other,
+            "READ", self._agent.get_xfer_descs(local, "DRAM"),
+            self._agent.get_xfer_descs(remote, "DRAM"), other,
         )  # fmt: skip
         if self._agent.transfer(transfer) == "ERR":
             raise OSError("NIXL has refused a transfer")

@@ -77,7 +77,7 @@ class Nixl(Protocol):
     """A rank's NIXL: `nixl_link.NixlLink`."""
 
     def offer(self) -> bytes:
-        """Returns what the other side needs; nothing where NIXL is not to be had."""
+        """Returns what the other side needs; nothing where NIXL is not available."""
 
     def connect(self, offer: bytes) -> Channel:
         """Returns a channel to another side. Raises `PeerError` or OSError."""

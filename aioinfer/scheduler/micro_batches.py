@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 
 from aioinfer.scheduler.request import Request
 
-#: Of a micro-batch with lookahead so large a part is computed without the others.
+#: The smallest part of a micro-batch that is computed while the rest waits for lookahead results.
 _MIN_PART = 0.7
 
 

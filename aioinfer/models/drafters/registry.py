@@ -39,14 +39,14 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     is_random = config.model.load_format.startswith("dummy")
     if not may_have_head or is_random:
         return "ngram"
-    projection, quantized = (
-        find_projection(folder),
-        read_quantization(read_json(folder / "config.json")),
-    )
+    projection = find_projection(folder)
+    if projection is None:
+        return "ngram"
+    quantized = read_quantization(read_json(folder / "config.json"))
     # some quantized checkpoints have the head as it was without saying so, and could not be loaded
-    if projection is None or quantized is None or quantized.name == "fp8":
-        return "ngram" if projection is None else "mtp"
-    return "mtp" if quantized.scheme_of(projection) is None else "ngram"
+    if quantized is None or quantized.name == "fp8" or quantized.scheme_of(projection) is None:
+        return "mtp"
+    return "ngram"
 
 
 def drafter_options(config: Config) -> ModelConfig:
