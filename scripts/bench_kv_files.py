@@ -54,15 +54,14 @@ def read_all(
         return time.perf_counter() - began, time.process_time() - cpu
 
 
-def forget(files: KVFiles, hashes: Sequence[bytes]) -> None:
-    """Has the kernel forget what it has cached of the files."""
-    for block_hash in hashes:
-        fd = os.open(files.path_of(0, block_hash), os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+def forget_file(path: Path) -> None:
+    """Has the kernel forget what it has cached of a file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for threads in options.threads:
             disk = []
             for _ in range(options.rounds):
-                forget(files, hashes)
+                for block_hash in hashes:
+                    forget_file(files.path_of(0, block_hash))
                 disk.append(read_all(files, hashes, memory, threads))
             cached = [read_all(files, hashes, memory, threads) for _ in range(options.rounds)]
             (best, _), (from_disk, _) = min(cached), min(disk)

@@ -17,6 +17,12 @@ each of the two servers, below five minutes in all for Qwen3-8B on one H200:
 - misses: prompts of 2 000 tokens that are all different, with 16 tokens of output;
 - preemption: prompts of 2 000 tokens with 500 of output, twice as many as the blocks hold.
 
+`--restart FOLDER` measures the disk tier in their place, with files below that folder: prompts of
+`--prompt` tokens are sent, the server ends, the kernel forgets the files, and a new server gets
+each prompt again: the time to the first token when it was new and after the restart, what was
+found, and the GB/s over the whole time to the first token. Nothing is read where the model computes
+faster than the disk reads.
+
 200 conversations of 32 000 tokens of Qwen3-8B would take 900 GiB of the host. A scaled row, 320 000
 tokens or 44 GiB beyond a device of 102 000, beside servers that start in 40 s each about 2 minutes
 (estimate); `found_of_history`, and the ratio of `tokens_per_s`, are what it is for:
@@ -35,17 +41,20 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
 
 from bench_conversations import TurnRecord, read_events, send_turn
+from bench_kv_files import forget_file
 from benchlib.server_process import ServerProcess, exiting_at_signals
 
+T = TypeVar("T")
 Figures = dict[str, float]
 _MISS_PROMPT, _MISS_OUTPUT = 2000, 16
 _LONG_OUTPUT = 500
@@ -189,38 +198,88 @@ PHASES: dict[str, Callable[[Load], Coroutine[Any, Any, Figures]]] = {
 }
 
 
-async def run_phases(options: argparse.Namespace, url: str) -> dict[str, Figures]:
-    """Returns the figures of the phases on a server."""
+async def with_load(
+    options: argparse.Namespace, url: str, run: Callable[[Load], Coroutine[Any, Any, T]]
+) -> T:
+    """Returns what `run` returns of a load of the server."""
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         async with session.get(f"{url}/v1/models") as response:
             model = (await response.json())["data"][0]["id"]
-        load = Load(session, options, url, model)
-        found = {}
-        for name in options.phases:
-            found[name] = await PHASES[name](load)
-            print(f"{name}: {found[name]}", file=sys.stderr)
-        return found
+        return await run(Load(session, options, url, model))
 
 
-def measure(options: argparse.Namespace, *, with_store: bool) -> dict[str, Figures]:
-    """Returns the figures of a server of its own, with the store or without."""
-    settings = [
+async def run_phases(load: Load) -> dict[str, Figures]:
+    """Returns the figures of the phases on a server."""
+    found = {}
+    for name in load.options.phases:
+        found[name] = await PHASES[name](load)
+        print(f"{name}: {found[name]}", file=sys.stderr)
+    return found
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """Returns the settings of a server with the store in memory of the host."""
+    return [
         f"model.path={options.model}",
         "model.load_format=dummy",
         "model.tokenizer=none",
         f"cache.num_blocks={options.blocks}",
         f"cache.block_size={options.block_size}",
+        f"cache.host_bytes={int(options.host_gib * 2**30)}",
+        *options.set,
     ]
-    given = list(options.set)
-    if with_store:
-        settings.append(f"cache.host_bytes={int(options.host_gib * 2**30)}")
-    else:
-        given = [item for item in given if not item.startswith("cache.disk_")]
-    with ServerProcess(os.devnull, [*settings, *given]) as server:
+
+
+def measure(options: argparse.Namespace, *, with_store: bool) -> dict[str, Figures]:
+    """Returns the figures of a server of its own, with the store or without."""
+    settings = settings_of(options)
+    if not with_store:
+        settings = [
+            item for item in settings if not item.startswith(("cache.disk_", "cache.host_"))
+        ]
+    with ServerProcess(os.devnull, settings) as server:
         print(f"ready after {server.ready_s:.1f} s", file=sys.stderr)
-        return asyncio.run(run_phases(options, server.url))
+        return asyncio.run(with_load(options, server.url, run_phases))
+
+
+def await_files(folder: Path) -> list[Path]:
+    """Returns the files of KV blocks once no more of them have come for two seconds."""
+    before, found = -1, list(folder.glob("**/*.kv"))
+    while len(found) != before:
+        before = len(found)
+        sleep(2.0)
+        found = list(folder.glob("**/*.kv"))
+    return found
+
+
+def measure_restart(options: argparse.Namespace) -> Figures:
+    """See the module's docstring."""
+
+    async def send(load: Load) -> list[TurnRecord]:
+        await load.send(load.prompt(options.block_size), 1)
+        prompts = [load.prompt(options.prompt) for _ in range(3)]  # the same for both servers
+        return [await load.send(prompt, 1) for prompt in prompts]
+
+    with tempfile.TemporaryDirectory(dir=options.restart) as folder:
+        settings = [*settings_of(options), f"cache.disk_path={folder}"]
+        with ServerProcess(os.devnull, settings) as server:
+            new = asyncio.run(with_load(options, server.url, send))
+            files = await_files(Path(folder))
+        for file in files:
+            forget_file(file)
+        with ServerProcess(os.devnull, settings) as server:
+            again = asyncio.run(with_load(options, server.url, send))
+    ttft = statistics.median(record.ttft_s for record in again)
+    found = statistics.median(record.cached_tokens for record in again)
+    return {
+        "files": len(files),
+        "ttft_new_s": statistics.median(record.ttft_s for record in new),
+        "ttft_again_s": ttft,
+        "found": found / options.prompt,
+        "gb_per_s": found * options.token_bytes / ttft / 1e9,
+    }
 
 
 def show(with_store: dict[str, Figures], without: dict[str, Figures]) -> None:
@@ -240,6 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, metavar="FOLDER", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--restart", type=Path, metavar="FOLDER", help="see above")
     parser.add_argument("--blocks", type=int, default=1000, help="of the device")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--host-gib", type=float, default=100.0, help="of the store")
@@ -260,6 +320,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.later is not None and not 0 < options.later * options.turns <= options.history:
         parser.error("--later: the first turn must bring at least as many tokens")
     with exiting_at_signals():
+        if options.restart:
+            print(json.dumps(measure_restart(options)))
+            return
         with_store, without = (measure(options, with_store=on) for on in (True, False))
     show(with_store, without)
     if options.json:

@@ -108,6 +108,12 @@ def test_kv_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs["without"]["prefix"]["found"] < 0.1
     assert runs["with"]["conversations"]["found_of_history"] > 0.9
     assert "| misses | tokens_per_s |" in capsys.readouterr().out
+    bench_kv_store.main(
+        [*sizes.split(), *settings.split(), "--model", str(folder), "--restart", str(tmp_path)]
+    )
+    restarted = json.loads(capsys.readouterr().out)
+    assert restarted["files"] >= 3 * 62
+    assert restarted["found"] > 0.95
 
 
 TINY: dict[str, Any] = BGE_M3 | {

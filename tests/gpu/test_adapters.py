@@ -18,7 +18,7 @@ from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import gated_product, interleave
 from aioinfer.kernels.split_product import SplitConfig, split_product
-from engine_settings import inline_llm, worker_of
+from engine_settings import NEEDS_TWO, TWO_RANKS, TWO_STAGES, inline_llm, worker_of
 from random_models import greedy_outputs, random_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -120,9 +120,20 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 
 
+ON_TWO = [NEEDS_TWO, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({}, id="one GPU"),
+        pytest.param(TWO_RANKS, id="two ranks", marks=ON_TWO),
+        pytest.param(TWO_STAGES, id="two stages", marks=ON_TWO),
+    ],
+)
 @pytest.mark.parametrize(("family", "fields"), [("qwen3", {}), ("deepseek_v2", LATENT)])
 def test_texts_are_those_of_merged_weights(
-    family: str, fields: dict[str, Any], tmp_path: Path
+    family: str, fields: dict[str, Any], way: dict[str, Any], tmp_path: Path
 ) -> None:
     """Prompts and decodes of all adapters and none in the same steps, in graphs, in float32: of one
     engine with few sizes of graphs, since everything is compiled for it. There are fewer slots than
@@ -149,12 +160,13 @@ def test_texts_are_those_of_merged_weights(
         model, model__tokenizer="none", model__max_model_len=128, scheduler__max_num_seqs=4,
         scheduler__max_num_batched_tokens=128, cache__num_blocks=40, lora__max_adapters=2,
         lora__targets=["embeddings"],
-        lora__adapters={name: path for name, (path, _) in adapters.items() if name},
+        lora__adapters={name: path for name, (path, _) in adapters.items() if name}, **way,
     ) as llm:  # fmt: skip
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        device = worker_of(llm).runner.device
-        assert isinstance(device, GpuDevice)
-        assert device.graphs.extended.graphs
+        if not way:
+            device = worker_of(llm).runner.device
+            assert isinstance(device, GpuDevice)
+            assert device.graphs.extended.graphs
     found = [list(output.token_ids) for output in outputs]
     # a near tie may show in a request: sums are rounded differently
     assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 7
