@@ -406,27 +406,6 @@ class MessageReply(Struct, kw_only=True):
     usage: MessageUsage
 
 
-class BlockDelta(Struct, kw_only=True):
-    """What an event adds to a block, or to the message at its end."""
-
-    type: str | UnsetType = UNSET
-    thinking: str | UnsetType = UNSET
-    partial_json: str | UnsetType = UNSET
-    stop_reason: str | UnsetType = UNSET
-    stop_sequence: str | UnsetType | None = UNSET
-
-
-class MessageEvent(Struct, kw_only=True):
-    """An event of a stream: the fields of all types."""
-
-    type: str
-    message: MessageReply | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-    content_block: ReplyBlock | UnsetType = UNSET
-    delta: BlockDelta | UnsetType = UNSET
-    usage: MessageUsage | UnsetType = UNSET
-
-
 class TokenCount(Struct, kw_only=True):
     """The number of tokens of a conversation."""
 
@@ -480,28 +459,27 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
-        start = MessageEvent(type="message_start", message=self._message([], 1))
-        return named_event(start) + named_event(MessageEvent(type="ping"))
+        return named_event("message_start", message=self._message([], 1)) + named_event("ping")
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
         if kind == "delta" and block.kind == "text":  # most tokens
             return _TEXT_EVENT % (block.index, orjson.dumps(text))
-        event = MessageEvent(type=f"content_block_{kind}", index=block.index)
+        fields: dict[str, Any] = {}
         if kind == "start":
-            event.content_block = _content(block)
+            fields["content_block"] = _content(block)
         elif kind == "delta" and block.kind == "reasoning":
-            event.delta = BlockDelta(type="thinking_delta", thinking=text)
+            fields["delta"] = {"type": "thinking_delta", "thinking": text}
         elif kind == "delta":
-            event.delta = BlockDelta(type="input_json_delta", partial_json=text)
-        return named_event(event)
+            fields["delta"] = {"type": "input_json_delta", "partial_json": text}
+        return named_event(f"content_block_{kind}", index=block.index, **fields)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         ended, sequence = self._stop(reason, stop_reason)
-        last = MessageEvent(type="message_delta", usage=self._usage(num_tokens))
-        last.delta = BlockDelta(stop_reason=ended, stop_sequence=sequence)
-        return named_event(last) + named_event(MessageEvent(type="message_stop"))
+        delta = {"stop_reason": ended, "stop_sequence": sequence}
+        last = named_event("message_delta", delta=delta, usage=self._usage(num_tokens))
+        return last + named_event("message_stop")
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""

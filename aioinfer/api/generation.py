@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
@@ -326,15 +326,9 @@ def data_event(body: Mapping[str, Any] | Struct) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-class NamedEvent(Protocol):
-    """An event, a struct, that has its name as a field."""
-
-    type: str
-
-
-def named_event(event: NamedEvent) -> bytes:
-    """Returns an event whose name is its `type`."""
-    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
+def named_event(kind: str, **fields: Any) -> bytes:
+    """Returns an event of a kind, which is its name and its `type`, with further fields."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
 
 
 class Timings(Struct, kw_only=True):

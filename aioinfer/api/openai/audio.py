@@ -134,21 +134,6 @@ class VerboseTranscription(Struct, kw_only=True):
     usage: DurationUsage
 
 
-class TextDelta(Struct, kw_only=True):
-    """An event of a stream: more of the text."""
-
-    type: Literal["transcript.text.delta"] = "transcript.text.delta"
-    delta: str
-
-
-class TextDone(Struct, kw_only=True):
-    """The last event of a stream: the whole text."""
-
-    type: Literal["transcript.text.done"] = "transcript.text.done"
-    text: str
-    usage: DurationUsage
-
-
 async def transcribe(request: web.Request) -> web.StreamResponse:
     """Writes down what is said in a file."""
     return await _answer(request, TranscriptionForm, "transcribe")
@@ -357,8 +342,8 @@ class Transcript:
                 text = text if texts else text.lstrip()
                 if text:
                     texts.append(text)
-                    await response.write(data_event(TextDelta(delta=text)))
-            await response.write(data_event(TextDone(text="".join(texts), usage=self._usage)))
+                    await response.write(_event("delta", delta=text))
+            await response.write(_event("done", text="".join(texts), usage=self._usage))
         except ConnectionError:  # the client is gone
             raise
         except Exception as error:
@@ -428,6 +413,11 @@ class Transcript:
             compression_ratio=self._compression(delta),
             no_speech_prob=self._no_speech.get(segment.part),
         )
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    """Returns an event of a stream: more of the text, or all of it."""
+    return data_event({"type": f"transcript.text.{kind}", **fields})
 
 
 async def _in_order(outputs: Sequence[RequestOutput]) -> AsyncIterator[Delta]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
 from aioinfer.api.admission import admit, bounded
 from aioinfer.api.batch.objects import Deleted
@@ -49,7 +49,6 @@ from aioinfer.api.openai.responses_body import (
     Item,
     ReplayQuery,
     Response,
-    ResponseEvent,
     ResponseFault,
     ResponseRequest,
     ResponseUsage,
@@ -264,7 +263,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return named_event(ResponseEvent(type=f"response.{kind}", sequence_number=number, **fields))
+        return named_event(f"response.{kind}", sequence_number=number, **fields)
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
@@ -279,9 +278,9 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         if not is_call:
             place["content_index"] = 0
         if kind == "delta":
-            new = block.logprobs[self._num_logprobs :] if is_text else UNSET
+            new = {"logprobs": block.logprobs[self._num_logprobs :]} if is_text else {}
             self._num_logprobs = len(block.logprobs)
-            return event(f"{name}.delta", **place, delta=text, logprobs=new)
+            return event(f"{name}.delta", **place, delta=text, **new)
         if kind == "start":
             self._num_logprobs = 0
             item = block_item(block, "in_progress")
@@ -292,8 +291,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         if is_call:
             data = event(f"{name}.done", **place, name=block.name, arguments=block.text)
         else:
-            logprobs = block.logprobs if is_text else UNSET
-            data = event(f"{name}.done", **place, text=block.text, logprobs=logprobs)
+            logprobs = {"logprobs": block.logprobs} if is_text else {}
+            data = event(f"{name}.done", **place, text=block.text, **logprobs)
             data += event("content_part.done", **place, part=block_part(block))
         item = block_item(block, self._item_status(block))
         return data + event("output_item.done", output_index=index, item=item)

@@ -329,24 +329,6 @@ class Response(Struct, kw_only=True):
         return begun
 
 
-class ResponseEvent(Struct, kw_only=True):
-    """An event of a stream: the fields of all types."""
-
-    type: str
-    sequence_number: int
-    response: Response | UnsetType = UNSET
-    item_id: str | UnsetType = UNSET
-    output_index: int | UnsetType = UNSET
-    content_index: int | UnsetType = UNSET
-    item: Item | UnsetType = UNSET
-    part: Part | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
-
-
 class InputTokens(Struct, kw_only=True):
     """The number of tokens that the prompt of a response would have."""
 
