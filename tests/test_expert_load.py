@@ -60,9 +60,9 @@ def test_the_page_gets_a_report_once() -> None:
     load.add(report([[0, 0, 6, 0], [0, 2, 2, 2]]), 0.0)
     state = expert_state(load, 0)
     assert state is not None
-    assert list(base64.b64decode(state.cells)) == [0, 0, 192, 0, 128, 64]
-    assert (state.layers, state.experts, state.layer) == (2, 3, 1)
-    assert (state.imbalance, state.rank_imbalance) == (3.0, 2.0)
+    assert list(base64.b64decode(state["cells"])) == [0, 0, 192, 0, 128, 64]
+    assert (state["layers"], state["experts"], state["layer"]) == (2, 3, 1)
+    assert (state["imbalance"], state["rank_imbalance"]) == (3.0, 2.0)
     assert expert_state(load, load.version) is None
 
 

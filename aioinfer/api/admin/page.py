@@ -15,14 +15,15 @@ import asyncio
 import base64
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import numpy as np
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
@@ -30,9 +31,7 @@ from aioinfer.api.context import MODELS, STREAM_HEADERS, frontend_of
 from aioinfer.api.generation import data_event
 from aioinfer.config_sections import SAMPLING_DEFAULTS
 from aioinfer.engine.engine import Engine
-from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
-from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import ExpertLoad, imbalance
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 
@@ -131,74 +130,6 @@ class PageInfo(Struct, kw_only=True):
     defaults: dict[str, float | None]
 
 
-class ExpertState(Struct, kw_only=True):
-    """How the tokens of the last minutes were spread over the experts.
-
-    Attributes:
-        layers, experts: how many there are.
-        layer: the layer whose busiest expert has the most tokens, by the mean of its layer.
-        imbalance: the busiest expert's tokens over the mean, there.
-        rank_imbalance: the same of ranks, if they have experts of their own.
-        cells: a byte for each expert, layer by layer, in base64: its tokens by the mean of its
-            layer, in 64ths, 255 at most.
-    """
-
-    layers: int
-    experts: int
-    layer: int
-    imbalance: float
-    rank_imbalance: float | None
-    cells: str
-
-
-class LiveState(Struct, kw_only=True):
-    """The state of an engine.
-
-    Attributes:
-        model: the name of its model, where there are several models.
-        asleep: true while that sleeps.
-        dead: why the engine is dead, if it is.
-        restart: `[attempt, attempts]` while the workers are restarted.
-        stages: `[busy, idle]` of each pipeline stage in seconds (`StageTime`), where there are
-            several.
-        preemptions and all that follow but the last two: totals since the start.
-        log: the steps that were recorded since the last event.
-        experts: None if no tokens of experts were reported since.
-    """
-
-    model: str | UnsetType = UNSET
-    asleep: bool | UnsetType = UNSET
-    dead: str | None
-    restart: tuple[int, int] | None
-    slots: int
-    running: int
-    waiting: int
-    blocks: int
-    block_size: int
-    blocks_used: int
-    blocks_cached: int
-    preemptions: int
-    steps: int
-    wasted_rows: int
-    prefix_queried: int
-    prefix_hit: int
-    draft_tokens: int
-    accepted_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
-    finished: dict[str, int]
-    stages: Sequence[StageTime]
-    log: Sequence[StepRecord]
-    experts: ExpertState | None
-
-
-class LiveEvent(Struct, kw_only=True):
-    """An event of the live stream: a time in seconds, and the state of each engine."""
-
-    time: float
-    engines: list[LiveState]
-
-
 def add_page(app: web.Application) -> None:
     """Adds the routes of the page's files to an application; `routes` has the others."""
     app[_ENDED] = asyncio.Event()
@@ -246,8 +177,9 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     """Streams the state of the engines twice a second, until the client goes away or the server
     stops.
 
-    An event is a `LiveEvent`. A client that does not keep up misses events, and nothing is queued
-    for it.
+    An event has the `time` in seconds, and in `engines` the state of each (`engine_state`); of
+    several models also the `model` of an engine, and whether it is `asleep`. A client that does not
+    keep up misses events, and nothing is queued for it.
     """
     deadline_of(request).lift()  # a live stream has none
     models, ended = request.app[MODELS], request.app[_ENDED]
@@ -267,12 +199,12 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                 ]
                 if len(models) > 1:
                     for state, owner in zip(states, owners, strict=True):
-                        state.model = owner.config.name
-                        state.asleep = owner.control.sleep_level > 0
-                event = LiveEvent(time=time.perf_counter(), engines=states)
+                        state["model"] = owner.config.name
+                        state["asleep"] = owner.control.sleep_level > 0
+                event = {"time": time.perf_counter(), "engines": states}
                 await response.write(data_event(event))
                 last_steps = [
-                    state.log[-1].step_id if state.log else last
+                    state["log"][-1].step_id if state["log"] else last
                     for state, last in zip(states, last_steps, strict=True)
                 ]
                 last_reports = [expert_load(engine).version for engine in engines]
@@ -281,54 +213,67 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def engine_state(engine: Engine, last_step: int, last_report: int) -> LiveState:
-    """Returns the state of an engine, with the steps after `last_step` and the load of experts
-    after report `last_report`. It costs some microseconds, and nothing that grows with the load."""
+def engine_state(engine: Engine, last_step: int, last_report: int) -> dict[str, Any]:
+    """Returns the state of an engine as the page reads it. It costs some microseconds, and nothing
+    that grows with the load.
+
+    `dead` says why the engine is dead, if it is; `restart` is `[attempt, attempts]` while the
+    workers are restarted; `stages` has `[busy, idle]` of each pipeline stage in seconds
+    (`StageTime`), where there are several. `preemptions` and all that follow up to `finished` are
+    totals since the start. `log` has the steps after `last_step`, and `experts` is None if no
+    tokens of experts were reported since report `last_report`.
+    """
     scheduler, metrics = engine.scheduler, engine.metrics
     cache, totals = scheduler.kv_cache, scheduler.stats
-    return LiveState(
-        dead=engine.dead_reason,
-        restart=_restart(engine),
-        slots=scheduler.limits.max_num_seqs,
-        running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
-        blocks=cache.num_blocks,
-        block_size=scheduler.limits.block_size,
-        blocks_used=cache.num_blocks - cache.num_free,
-        blocks_cached=cache.num_free_cached,
-        preemptions=totals.preemptions,
-        steps=totals.steps,
-        wasted_rows=totals.wasted_rows,
-        prefix_queried=totals.prefix_queried,
-        prefix_hit=totals.prefix_hit,
-        draft_tokens=metrics.counts[DRAFT_TOKENS],
-        accepted_tokens=metrics.counts[ACCEPTED],
-        prompt_tokens=metrics.prompt_tokens,
-        generation_tokens=metrics.generation_tokens,
-        finished=metrics.finished,
-        stages=engine.stage_times(),
-        log=metrics.steps.since(last_step),
-        experts=expert_state(expert_load(engine), last_report),
-    )
+    return {
+        "dead": engine.dead_reason,
+        "restart": _restart(engine),
+        "slots": scheduler.limits.max_num_seqs,
+        "running": scheduler.num_running,
+        "waiting": scheduler.num_waiting,
+        "blocks": cache.num_blocks,
+        "block_size": scheduler.limits.block_size,
+        "blocks_used": cache.num_blocks - cache.num_free,
+        "blocks_cached": cache.num_free_cached,
+        "preemptions": totals.preemptions,
+        "steps": totals.steps,
+        "wasted_rows": totals.wasted_rows,
+        "prefix_queried": totals.prefix_queried,
+        "prefix_hit": totals.prefix_hit,
+        "draft_tokens": metrics.counts[DRAFT_TOKENS],
+        "accepted_tokens": metrics.counts[ACCEPTED],
+        "prompt_tokens": metrics.prompt_tokens,
+        "generation_tokens": metrics.generation_tokens,
+        "finished": metrics.finished,
+        "stages": engine.stage_times(),
+        "log": metrics.steps.since(last_step),
+        "experts": expert_state(expert_load(engine), last_report),
+    }
 
 
-def expert_state(load: ExpertLoad, last_report: int) -> ExpertState | None:
+def expert_state(load: ExpertLoad, last_report: int) -> dict[str, Any] | None:
     """Returns how the tokens of the last minutes were spread over the experts, if that was reported
-    since report `last_report`."""
+    since report `last_report`.
+
+    `layer` is the one whose busiest expert has the most tokens by the mean of its layer, and
+    `imbalance` this quotient; `rank_imbalance` is that of ranks, if they have experts of their own.
+    `cells` has a byte for each expert, layer by layer, in base64: its tokens by the mean of its
+    layer, in 64ths, 255 at most.
+    """
     if load.version == last_report:
         return None
     tokens = load.by_expert(load.recent)
     uneven, of_ranks = imbalance(tokens), load.by_rank(load.recent)
     mean = np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
     worst = int(uneven.argmax())
-    return ExpertState(
-        layers=len(load.layers),
-        experts=load.num_experts,
-        layer=load.layers[worst],
-        imbalance=float(uneven[worst]),
-        rank_imbalance=float(imbalance(of_ranks).max()) if of_ranks.shape[1] else None,
-        cells=base64.b64encode(np.minimum(tokens / mean * 64, 255).astype(np.uint8)).decode(),
-    )
+    return {
+        "layers": len(load.layers),
+        "experts": load.num_experts,
+        "layer": load.layers[worst],
+        "imbalance": float(uneven[worst]),
+        "rank_imbalance": float(imbalance(of_ranks).max()) if of_ranks.shape[1] else None,
+        "cells": base64.b64encode(np.minimum(tokens / mean * 64, 255).astype(np.uint8)).decode(),
+    }
 
 
 def _restart(engine: Engine) -> tuple[int, int] | None:
