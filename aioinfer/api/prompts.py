@@ -8,12 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Literal, Protocol
 
-from aioinfer.api.protocol import (
-    MEDIA_MARKER,
-    MediaPrompt,
-    Prompt,
-    SamplingBody,
-)
+from aioinfer.api.protocol import MEDIA_MARKER, MediaPrompt, Prompt, SamplingBody
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError

@@ -198,9 +198,7 @@ class Transcript:
         given = form.language if isinstance(form, TranscriptionForm) else None
         self.language = None if given is None else transcriber.language_of(given)
         self._params = transcriber.params(
-            form.temperature,
-            has_times=form.has_times,
-            logprobs=not self._streams,
+            form.temperature, has_times=form.has_times, logprobs=not self._streams
         )
         #: of parts whose text is doubtful: the probability of no speech
         self._no_speech: dict[int, float] = {}

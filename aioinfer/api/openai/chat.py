@@ -14,13 +14,7 @@ from msgspec.structs import asdict, replace
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import (
-    ContentPart,
-    Message,
-    TextPart,
-    converted,
-    template_messages,
-)
+from aioinfer.api.messages import ContentPart, Message, TextPart, converted, template_messages
 from aioinfer.api.openai.chunks import (
     Choice,
     ChunkChoice,
@@ -31,13 +25,7 @@ from aioinfer.api.openai.chunks import (
     usage,
 )
 from aioinfer.api.prompts import cut, max_uncut, room
-from aioinfer.api.protocol import (
-    Count,
-    Int32,
-    SamplingBody,
-    check_messages,
-    template_options,
-)
+from aioinfer.api.protocol import Count, Int32, SamplingBody, check_messages, template_options
 from aioinfer.engine.chat_turn import (
     are_whole,
     encode_turn,
