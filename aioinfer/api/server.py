@@ -70,8 +70,8 @@ class HttpServer:
         self._config = config.server
         self._root_path = config.server.path_prefix
         self._frontend = frontend
-        self._listener: Listener | None = None
-        self._connections: ConnectionServer | None = None
+        self._connections = ConnectionServer(self._handle, self._make_request)
+        self._listener = Listener(self._connections, self._config)
         self._tracing: Tracing | None = None
         self._readiness = Readiness("the server is starting")
         self._progress = ""
@@ -83,8 +83,6 @@ class HttpServer:
 
     def make_app(self, models: ModelGroup) -> web.Application:
         """Returns the application that answers requests, after `open_files`."""
-        # in another application there are no connections of its own
-        connections = self._connections or ConnectionServer(self._handle, self._make_request)
         longest = max(each.max_model_len for each in models)
         cors, max_bytes = Cors(self._config.cors_origins), context.largest_body(longest)
         log = RequestLog(self._whole_config, self._tracing.trace if self._tracing else None)
@@ -111,8 +109,8 @@ class HttpServer:
         app[limits.RATE_LIMITER] = limits.RateLimiter()
         app[OBJECT_STORE] = ObjectStore()
         add_responses(app)
-        app[CONNECTIONS] = connections
-        app[context.REQUEST_BODIES] = context.RequestBodies(connections.counts, max_bytes)
+        app[CONNECTIONS] = self._connections  # none within another application, which has its own
+        app[context.REQUEST_BODIES] = context.RequestBodies(self._connections.counts, max_bytes)
         app[READINESS] = self._readiness
         app[context.STARTED] = int(time.time())
         app[context.FINGERPRINTS] = {each.config.name: info.fingerprint(each) for each in models}
@@ -143,7 +141,7 @@ class HttpServer:
                 raise NotReadyError(f"the server is starting{self._progress}")
         except RequestError as error:
             response = errors.error_response(error)
-            if self._connections is not None and not isinstance(error, NotReadyError):
+            if not isinstance(error, NotReadyError):
                 self._connections.refused.count(f"({error.code}) from {request.remote}")
         await mark_response(request, response)
         return response
@@ -155,7 +153,6 @@ class HttpServer:
             cast(Connection, request.protocol).refuse(
                 505, "only HTTP/1.1 and HTTP/1.0 are understood", "unsupported_http_version"
             )
-        assert self._listener is not None
         self._listener.hosts.check(request)
         expectation = request.headers.get("Expect", "100-continue")
         if request.version == HttpVersion11 and expectation.lower() != "100-continue":
@@ -206,8 +203,6 @@ class HttpServer:
         """
         self._tracing = await _start_tracing(self._whole_config)
         await self.open_files()
-        self._connections = ConnectionServer(self._handle, self._make_request)
-        self._listener = Listener(self._connections, self._config)
         url = await self._listener.bind()
         if self._frontend is not None:
             await self.serve(ModelGroup([self._frontend]))
@@ -264,25 +259,20 @@ class HttpServer:
             await page.end_live_streams(self._application.app)
             if (under_way := self._application.app.get(batches.BATCHES)) is not None:
                 await under_way.stop(self._application.app)
-        if self._listener is not None:
-            await self._listener.stop()
+        await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop the part of a body that is still to come
-        if self._connections is not None:
-            await self._connections.wait_closed(_LAST_REQUESTS_S)
+        await self._connections.wait_closed(_LAST_REQUESTS_S)
         await self._handling.wait_for_none()
 
     async def close(self) -> None:
         """Closes all connections, after half a second for handlers that are about to end."""
-        if self._listener is not None:
-            await self._listener.close()
-        if self._connections is not None:
-            await asyncio.sleep(0)  # requests that have come begin to be handled
-            self._connections.pre_shutdown()
+        await self._listener.close()
+        await asyncio.sleep(0)  # requests that have come begin to be handled
+        self._connections.pre_shutdown()
         if self._application is not None:
             await self._application.cleanup()
-        if self._connections is not None:
-            await self._connections.shutdown(_LAST_EVENTS_S)
-            self._connections.close()
+        await self._connections.shutdown(_LAST_EVENTS_S)
+        self._connections.close()
         if self._files is not None:
             self._files.close()
         if self._tracing is not None:  # last: requests have ended until here

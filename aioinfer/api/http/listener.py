@@ -78,7 +78,6 @@ class Listener:
         self._config = config
         self._tls: ssl.SSLContext | None = None
         self._loop = asyncio.get_running_loop()
-        self._max_connections = _allow_descriptors(MAX_CONNECTIONS)
         self._sockets: list[socket.socket] = []
         self._unix_file: tuple[Path, int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,6 +90,7 @@ class Listener:
         Raises `ConfigError` if the address cannot be bound, or a TLS file cannot be used.
         """
         config = self._config
+        self._max_connections = _allow_descriptors(MAX_CONNECTIONS)
         self._tls = await asyncio.to_thread(tls_context, config)
         self._sockets, self._unix_file = await asyncio.to_thread(_bind, config)
         names = [sock.getsockname() for sock in self._sockets]
