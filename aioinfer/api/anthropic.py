@@ -17,8 +17,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from aioinfer.api.context import frontend_of
 from aioinfer.api.generation import MessageDialect, named_event
 from aioinfer.api.messages import TemplateContent, converted, template_content
-from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32, template_variables
-from aioinfer.api.structured_output import schema_grammar
+from aioinfer.api.protocol import (
+    RETAIN_S,
+    Count,
+    GenerationBody,
+    Int32,
+    schema_grammar,
+    template_variables,
+)
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import Choice, make_use

@@ -32,8 +32,7 @@ from aioinfer.api.logprobs import LikelyToken, formatted, likely_fields
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.chat import ChatRequest
 from aioinfer.api.openai.pooling import PoolingBody, PoolingDialect
-from aioinfer.api.prompts import encode_prompts
-from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
+from aioinfer.api.prompts import MEDIA_MARKER, MediaPrompt, MediaPrompts, encode_prompts, is_single
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
@@ -69,14 +68,14 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
         "logit_bias": "",
     }  # fmt: skip
 
-    prompt: protocol.MediaPrompts
+    prompt: MediaPrompts
     n_predict: protocol.Int32 | None = None
     repeat_penalty: float | None = None
     repeat_last_n: protocol.Int32 | None = None
     logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
     n_probs: Annotated[int, Meta(ge=0, le=MAX_SORTED_LOGPROBS)] | None = None
     grammar: str | None = None
-    json_schema: msgspec.Raw = NOT_GIVEN
+    json_schema: msgspec.Raw = protocol.NOT_GIVEN
     return_tokens: bool | None = None
 
     def check(self) -> None:
@@ -98,8 +97,8 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
     def grammars(self) -> list[GrammarSpec]:
         """See `GenerationBody.grammars`."""
         found = [GrammarSpec("lark", self.grammar)] if self.grammar else []
-        if is_given(self.json_schema):
-            found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
+        if protocol.is_given(self.json_schema):
+            found.append(protocol.json_grammar("json_schema", self.json_schema, "json_schema"))
         return found
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -140,8 +139,8 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
     token_field: ClassVar[str] = "content"
     ignored: ClassVar[Collection[str] | None] = ()
 
-    content: protocol.MediaPrompts | None = None
-    input: protocol.MediaPrompts | None = None
+    content: MediaPrompts | None = None
+    input: MediaPrompts | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
@@ -265,7 +264,7 @@ class LlamaProps(Struct, kw_only=True):
     model_alias: str
     model_path: str
     modalities: dict[str, bool]
-    media_marker: str = protocol.MEDIA_MARKER
+    media_marker: str = MEDIA_MARKER
     chat_template: str
     bos_token: str
     eos_token: str
@@ -310,7 +309,7 @@ async def apply_template(request: web.Request, body: ChatRequest) -> web.Respons
     messages, options = await template_messages(body.messages), body.template_options()
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
-    prompt = await frontend.render_chat(shown, protocol.MEDIA_MARKER, tools=tools, **options)
+    prompt = await frontend.render_chat(shown, MEDIA_MARKER, tools=tools, **options)
     tokenizer = frontend.require_tokenizer()
     prompt = prompt.removeprefix(tokenizer.decode(tokenizer.special_tokens.prefix, False))
     data = await asyncio.to_thread(encode, TemplateReply(prompt=prompt))
@@ -392,7 +391,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
             lambda: [
                 # not thousands of placeholders
                 given.prompt_string
-                if isinstance(given, protocol.MediaPrompt)
+                if isinstance(given, MediaPrompt)
                 else tokenizer.decode(prompt, False)
                 for given, prompt in zip(body.prompts(), prompts, strict=True)
             ]
@@ -415,7 +414,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
             if self.body.return_tokens:
                 reply.tokens = delta.token_ids
             found.append(reply)
-        return found[0] if protocol.is_single(self.body.prompt) else found
+        return found[0] if is_single(self.body.prompt) else found
 
     def reply(self, output: RequestOutput, index: int, num_tokens: int, last: Delta) -> LlamaReply:
         """Returns the reply to a prompt, without its text and what is known of it.

@@ -29,9 +29,9 @@ from aioinfer.api.protocol import (
     Int32,
     Int64,
     Parameters,
+    schema_grammar,
     template_variables,
 )
-from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
 from aioinfer.config import ParallelConfig
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id

@@ -1,4 +1,5 @@
-"""The parts that request bodies of several APIs share: decoding and validation.
+"""The parts that request bodies of several APIs share: structured output (OpenAI's
+`response_format`, vLLM's `structured_outputs`), sampling parameters, and the rules between fields.
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
 and names while it decodes; a body that it rejects is examined again in `decoding`, so that a valid
@@ -16,21 +17,22 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
-from aioinfer.api.decoding import MAX_PROMPTS, MAX_VALUES, Body
+from aioinfer.api.decoding import MAX_VALUES, Body
 from aioinfer.api.messages import Message
-from aioinfer.api.structured_output import (
-    NOT_GIVEN,
-    ResponseFormat,
-    StructuredOutputs,
-    is_given,
-    json_grammar,
-    only_grammar,
-)
+from aioinfer.api.prompts import Prompt, TokenId, check_prompts, check_truncation, split_prompts
 from aioinfer.engine.tools import NO_TOOLS
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import BeamSearch, GrammarSpec, SamplingParams
+from aioinfer.sampling_params import (
+    MAX_GRAMMAR_CHARS,
+    BeamSearch,
+    GrammarKind,
+    GrammarSpec,
+    SamplingParams,
+)
+from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
+from aioinfer.text.json_values import count_values
 from aioinfer.text.message_parser import ToolUse
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -38,56 +40,163 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-#: Prompts in llama.cpp's forms, of which OpenAI's are a part: a text, token ids, texts and token
-#: ids mixed in one prompt, or a list of several of these. A list with a number in it is one prompt;
-#: any other list holds a prompt in each place.
-Prompts = str | list[str | TokenId | list[str | TokenId]]
-#: Stands for a file in the text of a `MediaPrompt`. `/props` tells it; it is the one that llama.cpp
-#: had first, which some clients write without asking.
-MEDIA_MARKER = "<__media__>"
+# -------------------------------------------------------------------- structured output
+# JSON schemas are kept as the text that came: the order of properties and the digits of numbers
+# count. `text.grammar` says what they may hold.
+
+#: The default of a field of JSON, empty where it was not given. `Raw | None` is no type for
+#: msgspec: null comes as `null`. (A factory, since the API's description cannot show a value.)
+NOT_GIVEN: Any = msgspec.field(default_factory=Raw)
 
 
-class MediaPrompt(Struct, kw_only=True):
-    """llama.cpp's prompt with pictures or sound: `MEDIA_MARKER` stands in the text for each of the
-    files, base64. Without files, all of the text is text."""
-
-    prompt_string: str
-    multimodal_data: list[str] | None = None
+def is_given(raw: Raw) -> bool:
+    """Whether a field of JSON was given, and not as null."""
+    return bytes(raw) not in (b"", b"null")
 
 
-#: Prompts where they may have pictures and sound.
-MediaPrompts = str | MediaPrompt | list[str | TokenId | MediaPrompt | list[str | TokenId]]
-#: One prompt: a text, token ids, or both in turn; or one with pictures and sound.
-Prompt = str | Sequence[str | int] | MediaPrompt
+class SchemaFormat(Struct, kw_only=True):
+    """`json_schema` of a `response_format`. The name, the description and `strict` say nothing
+    about the output: a schema is always enforced."""
+
+    schema: Raw
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
-def is_single(given: Any) -> bool:
-    """Whether a field of the type `Prompts` holds one prompt."""
-    return not isinstance(given, list) or any(isinstance(each, int) for each in given)
+class AnyText(Struct, tag="text"):
+    """A `response_format` of any text."""
+
+    def to_grammar(self) -> GrammarSpec | None:
+        """Returns the grammar, or None for any text. Raises `RequestError` naming the field."""
+        return None
 
 
-def split_prompts(given: Any) -> list[Prompt]:
-    """Returns the prompts of a field of the type `Prompts`, one by one."""
-    return [given] if is_single(given) else given
+class JsonObject(Struct, tag="json_object"):
+    """A `response_format` of any JSON object, or of a schema, as llama.cpp has it."""
+
+    schema: Raw = NOT_GIVEN
+
+    def to_grammar(self) -> GrammarSpec:
+        """See `AnyText.to_grammar`."""
+        if is_given(self.schema):
+            return json_grammar("json_schema", self.schema, "response_format.schema")
+        return GrammarSpec("json_object", param="response_format")
 
 
-def check_prompts(given: Any, param: str) -> None:
-    """Raises `RequestError` naming `param` for no prompts, for too many, and for a list with token
-    ids that holds lists, too."""
-    if isinstance(given, str):
-        return
-    prompts = split_prompts(given)
-    if not prompts:
-        raise RequestError(f"the {param} is empty", param=param)
-    if len(prompts) > MAX_PROMPTS:
-        raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
-    if any(
-        isinstance(each, list) and {list, MediaPrompt} & set(map(type, each)) for each in prompts
-    ):
-        raise FieldError(param, "with token ids may hold texts besides, and nothing else")
+class JsonSchema(Struct, tag="json_schema"):
+    """A `response_format` of a schema."""
+
+    json_schema: SchemaFormat
+
+    def to_grammar(self) -> GrammarSpec:
+        """See `AnyText.to_grammar`."""
+        place = "response_format.json_schema.schema"
+        return json_grammar("json_schema", self.json_schema.schema, place)
+
+
+class StructuralTag(Struct, tag="structural_tag"):
+    """A `response_format` of texts with schemas in them, as vLLM has it; its newer form, with
+    `format`, is not supported."""
+
+    structures: Raw
+    triggers: Raw
+
+    def to_grammar(self) -> GrammarSpec:
+        """See `AnyText.to_grammar`."""
+        tag = b'{"structures":%b,"triggers":%b}' % (self.structures, self.triggers)
+        return json_grammar("structural_tag", Raw(tag), "response_format")
+
+
+ResponseFormat = AnyText | JsonObject | JsonSchema | StructuralTag
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's `structured_outputs`."""
+
+    json: Raw = NOT_GIVEN
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Raw = NOT_GIVEN
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # there is no other library to fall back to
+
+    def to_grammars(self, prefix: str) -> list[GrammarSpec]:
+        """Returns the grammars that were given. `prefix` goes before the names of fields in
+        errors."""
+        if self.disable_additional_properties:
+            raise RequestError(
+                "disable_additional_properties is not supported: give "
+                "'additionalProperties': false in the schema",
+                param=f"{prefix}disable_additional_properties",
+            )
+        whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
+        found = []
+        if self.json_object:
+            found.append(GrammarSpec("json_object", "", whitespace, f"{prefix}json_object"))
+        raws: tuple[tuple[GrammarKind, Raw, str], ...] = (
+            ("json_schema", self.json, "json"),
+            ("structural_tag", self.structural_tag, "structural_tag"),
+        )
+        for kind, raw, name in raws:
+            if is_given(raw):
+                found.append(json_grammar(kind, raw, prefix + name, whitespace))
+        if self.regex is not None:
+            found.append(GrammarSpec("regex", self.regex, None, f"{prefix}regex"))
+        if self.choice is not None:
+            found.append(_choice_grammar(self.choice, f"{prefix}choice"))
+        if self.grammar is not None:
+            found.append(GrammarSpec("lark", self.grammar, None, f"{prefix}grammar"))
+        return found
+
+
+def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:
+    """Returns the only one of these grammars, None if there is none. Raises `RequestError` naming
+    the fields if there are several."""
+    if len(found) > 1:
+        raise RequestError(
+            f"{found[0].param} and {found[1].param} cannot be combined: an output follows one "
+            f"grammar",
+            param=found[1].param,
+        )
+    return found[0] if found else None
+
+
+def schema_grammar(schema: dict[str, Any], param: str) -> GrammarSpec:
+    """Returns the grammar of a JSON schema that was decoded; `param` is its place in the body."""
+    return GrammarSpec("json_schema", msgspec.json.encode(schema).decode(), param=param)
+
+
+def json_grammar(
+    kind: GrammarKind, raw: Raw, param: str, whitespace: str | None = None
+) -> GrammarSpec:
+    """Returns the grammar of a field that holds JSON: an object, or a text that is one."""
+    data = bytes(raw)
+    if len(data) > 2 * MAX_GRAMMAR_CHARS:  # white space included; on the event loop
+        raise FieldError(param, f"may have at most {2 * MAX_GRAMMAR_CHARS} bytes, not {len(data)}")
+    if data[:1] == b'"':  # vLLM takes both
+        data = msgspec.json.decode(data, type=str).encode("utf-8", "replace")
+    # each value takes two bytes at least
+    if len(data) > 2 * MAX_SCHEMA_VALUES and count_values(data) > MAX_SCHEMA_VALUES:
+        raise FieldError(param, f"may hold at most {MAX_SCHEMA_VALUES} values")
+    try:
+        source = msgspec.json.format(data, indent=-1).decode()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FieldError(param, f"is not valid JSON: {error}") from error
+    return GrammarSpec(kind, source, whitespace, param)
+
+
+def _choice_grammar(choices: list[str], param: str) -> GrammarSpec:
+    return GrammarSpec("choice", msgspec.json.encode(choices).decode(), None, param)
+
+
+# -------------------------------------------------------------------- bodies
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -277,13 +386,13 @@ class SamplingBody(SamplingFields, kw_only=True):
     n_predict: Int32 | None = None
     prompt_logprobs: Int32 | None = None
     response_format: ResponseFormat | None = None
-    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_json: Raw = NOT_GIVEN
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     grammar: str | None = None
-    json_schema: msgspec.Raw = NOT_GIVEN
+    json_schema: Raw = NOT_GIVEN
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
@@ -356,6 +465,12 @@ class SamplingBody(SamplingFields, kw_only=True):
         """Raises `RequestError` for a `max_tokens` of 0 where a reply would hold nothing."""
         raise FieldError("max_tokens", "must be at least 1, not 0")
 
+    def prompt_room(self, max_model_len: int) -> int:
+        """Returns how many tokens of a prompt leave room for the output."""
+        fields = self.sampling_fields()
+        output = 0 if "prompt_only" in fields else fields.get("max_tokens") or 1
+        return max(1, max_model_len - output)
+
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
         if self.n_predict not in (None, -1):  # which stands for as much as fits
@@ -367,15 +482,6 @@ class SamplingBody(SamplingFields, kw_only=True):
             width, width_field = self.beam_width()
             fields["beam_search"] = BeamSearch(width, **given, width_field=width_field)
         return fields
-
-
-def check_truncation(limit: int | None) -> None:
-    """Raises `RequestError` for a `truncate_prompt_tokens` that stands for no length."""
-    if limit is not None and (limit == 0 or limit < -1):
-        raise FieldError(
-            "truncate_prompt_tokens",
-            f"must be a number of tokens, or -1 for as many as fit, not {limit}",
-        )
 
 
 def check_messages(messages: list[Message]) -> None:

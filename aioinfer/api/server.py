@@ -54,8 +54,8 @@ _PREFLIGHT_AGE_S = 600
 
 
 class HttpServer:
-    """Serves models on a socket. Nothing listens before `start`; before `serve`, requests are
-    answered 503."""
+    """Serves models on a socket. It is made on the event loop. Nothing listens before `start`;
+    before `serve`, requests are answered 503."""
 
     def __init__(
         self,

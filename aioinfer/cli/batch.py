@@ -23,7 +23,7 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
-    from aioinfer.api.batch.server import BatchServer
+    from aioinfer.api.batch.batches import BatchServer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ async def _answer(
         TimeRemainingColumn,
     )
 
-    from aioinfer.api.batch.server import run_batch
+    from aioinfer.api.batch.batches import run_batch
 
     async with _server(config, options.concurrency) as server:
         stream = await asyncio.to_thread(options.output.open, "ab", 0)
@@ -131,7 +131,7 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
     """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
     from aiohttp import web
 
-    from aioinfer.api.batch.server import BatchServer
+    from aioinfer.api.batch.batches import BatchServer
     from aioinfer.api.http.keys import ANONYMOUS
     from aioinfer.api.http.limits import ACCOUNTS
     from aioinfer.api.server import create_app

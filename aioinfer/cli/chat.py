@@ -387,7 +387,11 @@ def _server(options: argparse.Namespace) -> Iterator[ChatServer]:
         from aioinfer.llm import LLM
 
     with LLM.of(config) as llm:
-        server = HttpServer(config, llm.frontend)
+
+        async def make() -> HttpServer:
+            return HttpServer(config, llm.frontend)
+
+        server = llm.run(make())
         try:
             yield ChatServer(llm.run(server.start()), key)
         finally:

@@ -177,7 +177,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     """Streams the state of the engines twice a second, until the client goes away or the server
     stops.
 
-    An event has the `time` in seconds, and in `engines` the state of each (`engine_state`); of
+    An event has the `time` in seconds, and in `engines` the state of each; of
     several models also the `model` of an engine, and whether it is `asleep`. A client that does not
     keep up misses events, and nothing is queued for it.
     """

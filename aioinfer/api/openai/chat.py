@@ -24,7 +24,7 @@ from aioinfer.api.openai.chunks import (
     Usage,
     usage,
 )
-from aioinfer.api.prompts import cut, max_uncut, room
+from aioinfer.api.prompts import cut, max_uncut
 from aioinfer.api.protocol import Count, Int32, SamplingBody, check_messages, template_options
 from aioinfer.engine.chat_turn import (
     are_whole,
@@ -216,7 +216,9 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         messages, options = await template_messages(body.messages), body.template_options()
         limit = max_uncut(body)
         ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
-        return [ids if limit is None else cut(frontend, body, ids, room(frontend, body))]
+        if limit is None:
+            return [ids]
+        return [cut(frontend, body, ids, body.prompt_room(frontend.max_model_len))]
 
     async def decode(self) -> Generation | web.StreamResponse:
         """See `Dialect.decode`."""

@@ -29,8 +29,8 @@ from aioinfer.api.openai.chunks import (
     Usage,
     usage,
 )
-from aioinfer.api.prompts import cut, encode_prompts, max_uncut, room
-from aioinfer.api.protocol import Int32, Prompt, Prompts, SamplingBody
+from aioinfer.api.prompts import Prompt, Prompts, cut, encode_prompts, max_uncut
+from aioinfer.api.protocol import Int32, SamplingBody
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.errors import FieldError
@@ -217,7 +217,7 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         ids = await encode_prompts(frontend, body.prompts(), "prompt", specials, max_tokens=limit)
         if limit is None:
             return ids
-        kept = room(frontend, body)
+        kept = body.prompt_room(frontend.max_model_len)
         return [cut(frontend, body, prompt, kept) for prompt in ids]
 
     async def decode(self) -> Generation:

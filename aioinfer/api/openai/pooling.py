@@ -24,7 +24,7 @@ from aioinfer.api.context import encode
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Dialect, Generation
 from aioinfer.api.messages import Message, template_messages
-from aioinfer.api.prompts import cut, encode_prompts, max_uncut
+from aioinfer.api.prompts import Prompt, Prompts, check_truncation, cut, encode_prompts, max_uncut
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
@@ -45,7 +45,7 @@ class PoolingBody(protocol.PromptsBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        protocol.check_truncation(self.truncate_prompt_tokens)
+        check_truncation(self.truncate_prompt_tokens)
 
 
 class InputBody(PoolingBody, kw_only=True):
@@ -53,7 +53,7 @@ class InputBody(PoolingBody, kw_only=True):
     `prompts` has beside these. Or with `messages`, a conversation, whose text under the chat
     template is the input (vLLM's form)."""
 
-    input: protocol.Prompts | None = None
+    input: Prompts | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -269,9 +269,7 @@ class PoolingDialect(Dialect[B]):
         fields = {"id": self.id, "created": int(time.time())}
         return fields | {"model": self.model_name, "usage": self.usage}
 
-    async def tokens(
-        self, inputs: Sequence[protocol.Prompt], *, is_part: bool = False
-    ) -> list[list[int]]:
+    async def tokens(self, inputs: Sequence[Prompt], *, is_part: bool = False) -> list[list[int]]:
         """Returns the token ids of each input. With `is_part` they become parts of prompts: they
         have no special tokens, and are not cut. Raises `RequestError`."""
         frontend, body = self.frontend, self.body

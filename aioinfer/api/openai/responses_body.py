@@ -14,8 +14,14 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.batch.store import Metadata
 from aioinfer.api.messages import AudioPart, InputAudio, TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
-from aioinfer.api.protocol import Count, Int32, Length, SamplingFields, template_variables
-from aioinfer.api.structured_output import schema_grammar
+from aioinfer.api.protocol import (
+    Count,
+    Int32,
+    Length,
+    SamplingFields,
+    schema_grammar,
+    template_variables,
+)
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError

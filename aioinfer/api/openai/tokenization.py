@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from aioinfer.api.context import encode, encode_list, frontend_of
 from aioinfer.api.decoding import Body
 from aioinfer.api.messages import Message, template_messages
-from aioinfer.api.prompts import encode_prompt
-from aioinfer.api.protocol import TokenId, check_messages, template_options
+from aioinfer.api.prompts import TokenId, encode_prompt
+from aioinfer.api.protocol import check_messages, template_options
 from aioinfer.errors import FieldError, RequestError
 
 #: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
