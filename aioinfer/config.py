@@ -356,8 +356,15 @@ def _check_combinations(config: Config) -> None:
                     f"parallel.executor = 'inline' runs one worker: use "
                     f"'multiprocess' with parallel.{name} above 1"
                 )
-    if parallel.first_gpu and parallel.executor == "ray":
-        raise ConfigError("parallel.first_gpu: with parallel.executor = 'ray' Ray lends the GPUs")
+    if not _DEVICE.fullmatch(parallel.device):
+        raise ConfigError(
+            "parallel.device must be 'auto', 'cpu' or 'cuda', or one of these with the number of a "
+            f"GPU, as in 'cuda:2', not {parallel.device!r}"
+        )
+    if parallel.gpus.start and parallel.executor == "ray":
+        raise ConfigError(
+            "parallel.device has a number: with parallel.executor = 'ray' Ray lends the GPUs"
+        )
     _check_experts(parallel)
     _check_store(config)
     if model.chat_template is not None and not model.has_tokenizer:
@@ -377,6 +384,7 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(f"model.sampling: {error}") from error
 
 
+_DEVICE = re.compile(r"(auto|cpu|cuda)(:[0-9]{1,4})?")
 #: What a browser sends as `Origin`, and names and addresses as they are in `Host` without a port.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#]+")
 _HOST = re.compile(r"\*|(\*\.)?[^\s/:*\[\]]+|\[?[0-9a-f.]*:[0-9a-f.]*:[0-9a-f:.]*\]?", re.I)
@@ -441,8 +449,6 @@ def _check_experts(parallel: ParallelConfig) -> None:
             "parallel.expert_parallel needs parallel.tensor_parallel_size above 1, or "
             "parallel.data_parallel_size"
         )
-    if parallel.expert_placement is not None and not parallel.expert_parallel:
-        raise ConfigError("parallel.expert_placement needs parallel.expert_parallel = true")
 
 
 def _check_tracing(tracing: TracingConfig) -> None:

@@ -55,7 +55,7 @@ def type_name(hint: Any) -> str:
     if origin is Literal:
         return " | ".join(repr(o) for o in typing.get_args(hint))
     if origin in (types.UnionType, typing.Union):
-        return next(type_name(o) for o in typing.get_args(hint) if o is not type(None))
+        return " or ".join(type_name(o) for o in typing.get_args(hint) if o is not type(None))
     if origin is list:
         return f"list of {type_name(typing.get_args(hint)[0])}"
     if origin is dict:
@@ -97,8 +97,12 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         options = typing.get_args(hint)
         if value is None and type(None) in options:
             return None
-        return _typed(next(o for o in options if o is not type(None)), value, dotted)
-    if origin is Literal:
+        kinds = tuple(o for o in options if o is not type(None))
+        if len(kinds) == 1:
+            return _typed(kinds[0], value, dotted)
+        if isinstance(value, kinds):
+            return value
+    elif origin is Literal:
         if value in typing.get_args(hint):
             return value
         hint_text = nearest(str(value), [str(o) for o in typing.get_args(hint)])

@@ -401,23 +401,19 @@ class ParallelConfig:
         1,
         minimum=1,
     )
-    expert_parallel: bool = key(
+    expert_parallel: bool | str = key(
         "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
-        "channels of every expert; all else stays sharded. With `tensor_parallel_size` = 1 and "
-        "`data_parallel_size` above 1 the engines divide the experts among them and exchange the "
-        "tokens of each step, and everything else is each engine's own; on GPUs those of one host "
-        "that reach each other's memory.",
+        "channels of every expert; all else stays sharded. `true`: equal parts, in order; or the "
+        "path of a JSON file that names the experts of each rank, some on several if need be: `GET "
+        "/experts/placement` of a server that has counted tokens makes one. With "
+        "`tensor_parallel_size` = 1 and `data_parallel_size` above 1 the engines divide the "
+        "experts among them and exchange the tokens of each step, and everything else is each "
+        "engine's own; on GPUs those of one host that reach each other's memory.",
         False,
     )
     worker_extension: str | None = key(
         "Class of an installed package, as `package.module.Class`, whose methods every worker has "
         "as well; `/collective_rpc` calls them (docs/training.md).",
-        None,
-    )
-    expert_placement: str | None = key(
-        "JSON file that names the experts of each rank, some on several if need be; `GET "
-        "/experts/placement` of a server that has counted tokens makes one. Needs "
-        "`expert_parallel`. Default: equal parts, in order.",
         None,
     )
     data_parallel_size: int = key(
@@ -432,15 +428,13 @@ class ParallelConfig:
         "cluster. Under torchrun, `auto` takes the processes that it has started.",
         "auto",
     )
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"
-    )
-    first_gpu: int = key(
-        "Number of the first GPU that the model takes; the others follow it. Of `[[models]]` those "
-        "that have a GPU in common take turns, and others are awake side by side "
-        "(docs/models.md); on CPUs the numbers say that alone. Not with Ray.",
-        0,
-        minimum=0,
+    device: str = key(
+        "Device of the workers: `cpu`, `cuda`, or `auto`: CUDA where there is a GPU. A number "
+        "behind it is that of the first GPU which the model takes, as in `cuda:2`; the others "
+        "follow it. Of `[[models]]` those that have a GPU in common take turns, and others are "
+        "awake side by side (docs/models.md); on CPUs the numbers say that alone. No number with "
+        "Ray.",
+        "auto",
     )
     cuda_graphs: bool = key(
         "Replay CUDA graphs of whole decode steps and of the layers of other steps. `false` "
@@ -469,14 +463,20 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def device_type(self) -> str:
+        """The device without a number: "auto", "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
+    @property
     def gpus(self) -> range:
         """The numbers of the GPUs that the engines take."""
-        return range(self.first_gpu, self.first_gpu + self.world_size * self.data_parallel_size)
+        first = int(self.device.partition(":")[2] or 0)
+        return range(first, first + self.world_size * self.data_parallel_size)
 
     @property
     def data_parallel_attention(self) -> bool:
         """Whether the engines divide the experts among them."""
-        is_divided = self.expert_parallel and self.tensor_parallel_size == 1
+        is_divided = bool(self.expert_parallel) and self.tensor_parallel_size == 1
         return is_divided and self.data_parallel_size > 1
 
 

@@ -202,7 +202,8 @@ def test_what_is_wrong_for_all_models_is_not_said_to_be_of_one(
 def test_models_with_a_gpu_in_common_are_together() -> None:
     def parts(*gpus: tuple[int, int]) -> list[list[int]]:
         given = (
-            ParallelConfig(first_gpu=first, tensor_parallel_size=count) for first, count in gpus
+            ParallelConfig(device=f"cpu:{first}", tensor_parallel_size=count)
+            for first, count in gpus
         )
         return divide_by_gpus(
             [Config(model=ModelConfig(path="x"), parallel=each) for each in given]
@@ -211,8 +212,15 @@ def test_models_with_a_gpu_in_common_are_together() -> None:
     assert parts((0, 1), (0, 1)) == [[0, 1]]
     assert parts((2, 2), (0, 2), (3, 1), (1, 1)) == [[0, 2], [1, 3]]
     assert parts((0, 2), (2, 2), (4, 1), (1, 2)) == [[0, 1, 3], [2]]  # by way of the last one
-    with pytest.raises(ConfigError, match=r"parallel.first_gpu: .* Ray lends the GPUs"):
-        load_config(None, {"model.path": "x", "parallel.first_gpu": 1, "parallel.executor": "ray"})
+    settings = {"model.path": "x", "parallel.device": "cuda:1"}
+    with pytest.raises(ConfigError, match=r"parallel.device has a number: .* Ray lends the GPUs"):
+        load_config(None, settings | {"parallel.executor": "ray"})
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "cuda:x", ":1", "cuda:0\n"])
+def test_devices_have_names_and_numbers(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.device must be 'auto', 'cpu' or 'cuda'"):
+        load_config(None, {"model.path": "x", "parallel.device": device})
 
 
 def test_models_do_not_share_a_place(tmp_path: Path) -> None:
@@ -358,8 +366,10 @@ def test_experts_are_placed_on_several_ranks() -> None:
         load_config(overrides=[*wanted, "parallel.pipeline_parallel_size=2"])
     config = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=2"])
     assert config.parallel.expert_parallel
-    with pytest.raises(ConfigError, match=r"expert_placement needs parallel\.expert_parallel"):
-        load_config(overrides=[MODEL, "parallel.expert_placement=p.json"])
+    placed = [MODEL, "parallel.expert_parallel=p.json", "parallel.tensor_parallel_size=2"]
+    assert load_config(overrides=placed).parallel.expert_parallel == "p.json"
+    with pytest.raises(ConfigError, match=r"expert_parallel must be boolean or string, not 2"):
+        load_config(overrides=[MODEL, "parallel.expert_parallel=2"])
 
 
 def test_engines_share_experts() -> None:

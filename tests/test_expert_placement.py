@@ -92,7 +92,7 @@ def test_files_that_are_refused(tmp_path: Path, layers: Any, message: str) -> No
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "p.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"parallel\.expert_placement: .*p\.json"):
+    with pytest.raises(ConfigError, match=r"parallel\.expert_parallel: .*p\.json"):
         ExpertPlacement.read(file)
     with pytest.raises(ConfigError, match="No such file"):
         ExpertPlacement.read(tmp_path / "none.json")

@@ -50,7 +50,7 @@ async def launched(
                 **usual
                 | {
                     "server.served_model_names": [f"m{number}"],
-                    "parallel.first_gpu": first_gpus[number],
+                    "parallel.device": f"cpu:{first_gpus[number]}",
                 }
                 | settings,
             )

@@ -214,11 +214,15 @@ def test_engines_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert devices == [torch.device("cuda", index) for index in range(6)]
     with pytest.raises(ConfigError, match="^" + re.escape(BOTH_TOO_LARGE) + "$"):
         select_device(make_config("cuda", 2, 4), 0, 0)
-    behind = replace(config, parallel=replace(config.parallel, data_parallel_size=2, first_gpu=2))
+    behind = replace(
+        config, parallel=replace(config.parallel, data_parallel_size=2, device="cuda:2")
+    )
     devices = [select_device(behind, rank, engine) for engine in range(2) for rank in range(2)]
     assert devices == [torch.device("cuda", index) for index in range(2, 6)]
-    behind = replace(config, parallel=replace(behind.parallel, first_gpu=3))
-    with pytest.raises(ConfigError, match=r"takes 4 GPUs from parallel.first_gpu = 3 on, and"):
+    behind = replace(config, parallel=replace(behind.parallel, device="cuda:3"))
+    with pytest.raises(
+        ConfigError, match=r"takes 4 GPUs from the one of parallel.device = 'cuda:3' on, and"
+    ):
         select_device(behind, 0, 0)
 
 

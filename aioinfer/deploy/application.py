@@ -208,9 +208,9 @@ def _gpus(config: Config, given: float | None) -> float:
     parallel = config.parallel
     if given is not None:
         return given
-    if str(parallel.executor) == "ray" or parallel.device == "cpu":
+    if str(parallel.executor) == "ray" or parallel.device_type == "cpu":
         return 0
-    if parallel.device == "auto" and not ray.cluster_resources().get("GPU"):
+    if parallel.device_type == "auto" and not ray.cluster_resources().get("GPU"):
         return 0
     return parallel.world_size * parallel.data_parallel_size
 

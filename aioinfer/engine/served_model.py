@@ -321,7 +321,7 @@ def find_model(config: Config) -> Path:
     model = load_model_config(folder, config.model)
     parallel = config.parallel
     model.check_tensor_parallel(
-        parallel.tensor_parallel_size, expert_parallel=parallel.expert_parallel
+        parallel.tensor_parallel_size, expert_parallel=bool(parallel.expert_parallel)
     )
     model.check_pipeline_parallel(parallel.pipeline_parallel_size)
     check_cache(model, config.cache)
@@ -357,5 +357,5 @@ def _compile_ahead(config: Config) -> None:
         return
     import torch
 
-    if config.parallel.device == "cpu" or not torch.cuda.is_available():
+    if config.parallel.device_type == "cpu" or not torch.cuda.is_available():
         compile_ahead()

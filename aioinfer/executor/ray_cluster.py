@@ -184,7 +184,7 @@ def rank_resources(config: Config) -> dict[str, float]:
     """Returns the resources that a rank takes of a node. Needs a connection."""
     parallel = config.parallel
     num_gpus = ray.cluster_resources().get("GPU", 0)
-    if parallel.device == "cuda" or (parallel.device == "auto" and num_gpus):
+    if parallel.device_type == "cuda" or (parallel.device_type == "auto" and num_gpus):
         return {"CPU": 1.0, "GPU": 1.0}
     return {"CPU": float(parallel.cpu_threads or 1)}
 

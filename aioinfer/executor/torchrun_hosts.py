@@ -184,7 +184,7 @@ def _check_groups(config: Config, host_of: Sequence[int]) -> None:
 
     size = config.parallel.tensor_parallel_size
     groups = [set(host_of[first : first + size]) for first in range(0, len(host_of), size)]
-    uses_gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
+    uses_gpus = config.parallel.device_type != "cpu" and torch.cuda.is_available()
     if uses_gpus and any(len(group) > 1 for group in groups):
         raise ConfigError(
             f"parallel.tensor_parallel_size = {size} would divide a group of GPUs between hosts: "

@@ -1,4 +1,4 @@
-"""The placement of a model's experts on ranks, with copies: the file `parallel.expert_placement`.
+"""The placement of a model's experts on ranks, with copies: the file `parallel.expert_parallel`.
 
 An expert may have several copies, on different ranks as a rule, among which its tokens are divided.
 A copy of an expert on a rank is a place. Places are numbered rank by rank; where there are no
@@ -82,7 +82,7 @@ class ExpertPlacement:
                 a rank has none.
         """
         found = self.layers.get(layer)
-        about = f"parallel.expert_placement: layer {layer}"
+        about = f"parallel.expert_parallel: layer {layer}"
         if found is None:
             found = LayerPlacement.near_equal(num_experts, num_ranks)
             about = f"parallel.expert_parallel: layer {layer}"
@@ -116,15 +116,15 @@ class ExpertPlacement:
         try:
             decoded = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"parallel.expert_placement: {path}: {error}") from error
+            raise ConfigError(f"parallel.expert_parallel: {path}: {error}") from error
         if not isinstance(decoded, dict) or decoded.get("version") != VERSION:
             raise ConfigError(
-                f"parallel.expert_placement: {path} is not a placement of version {VERSION}"
+                f"parallel.expert_parallel: {path} is not a placement of version {VERSION}"
             )
         layers = decoded.get("layers")
         if not isinstance(layers, dict) or not all(map(_is_placement, layers.items())):
             raise ConfigError(
-                f"parallel.expert_placement: 'layers' of {path} must map numbers of layers to a "
+                f"parallel.expert_parallel: 'layers' of {path} must map numbers of layers to a "
                 f"list of expert numbers for each rank"
             )
         return cls({int(number): _as_placement(ranks) for number, ranks in layers.items()})

@@ -54,7 +54,7 @@ class Compilers:
     def of_rank(cls, parallel: ParallelConfig) -> Compilers | None:
         """Returns the processes of a rank, which has its share of the cores; None where it compiles
         nothing."""
-        if parallel.device == "cpu" or not may_compile():
+        if parallel.device_type == "cpu" or not may_compile():
             return None
         return cls(max(1, len(os.sched_getaffinity(0)) // parallel.world_size))
 

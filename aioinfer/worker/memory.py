@@ -371,7 +371,7 @@ def check_weights(config: Config, weights_bytes: int, dtype: torch.dtype, rank: 
         if cache:
             parts.append(f"the KV cache takes {_gib(count * cache)} (cache.cpu_memory_gib)")
         sizes = " and ".join(parts) + (f" in {count} workers" if count > 1 else "")
-        place = ", as torch finds no GPU" if parallel.device == "auto" else ""
+        place = ", as torch finds no GPU" if parallel.device_type == "auto" else ""
         raise ConfigError(
             f"on the CPU{place}, {sizes}, and {what}: set "
             f"{_smaller(weights_bytes, cache, min(machine // num_workers, free), dtype)}"

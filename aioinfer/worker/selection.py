@@ -32,7 +32,7 @@ def select_device(
 
     Raises `ConfigError` if it should be a GPU and there are too few.
     """
-    wanted = config.parallel.device
+    wanted = config.parallel.device_type
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
@@ -52,8 +52,8 @@ def select_device(
     if gpus.stop > count:
         above_one = {name: value for name, value in settings.items() if value > 1}
         product = " times ".join(f"{name} = {value}" for name, value in above_one.items())
-        behind = f" from parallel.first_gpu = {gpus.start} on" if gpus.start else ""
-        lower = [*above_one, *(["parallel.first_gpu"] if behind else [])]
+        behind = f" from the one of parallel.device = {parallel.device!r} on" if gpus.start else ""
+        lower = [*above_one, *(["the number of parallel.device"] if behind else [])]
         raise ConfigError(
             f"{product or 'the model'} takes {len(gpus)} GPUs{behind}, and torch finds {count}: "
             f"lower {' or '.join(lower)}"
@@ -145,14 +145,14 @@ def select_backend(
 ) -> Backend:
     """Returns what the layers of the model compute with."""
     parallel, method = config.parallel, config.speculation.method
-    placement = parallel.expert_placement
+    experts = parallel.expert_parallel
     backend = Backend.of(
         device,
         dtype,
         peers.tp,
-        expert_parallel=parallel.expert_parallel,
+        expert_parallel=bool(experts),
         expert_group=peers.experts,
-        expert_placement=None if placement is None else ExpertPlacement.read(Path(placement)),
+        expert_placement=ExpertPlacement.read(Path(experts)) if isinstance(experts, str) else None,
         stage=peers.pp.rank,
         num_stages=peers.pp.size,
     )

@@ -117,12 +117,12 @@ def test_copies_of_experts_and_their_counts(tmp_path: Path) -> None:
     prompts = make_prompts()
     expected = reference_tokens(folder, prompts)
     settings = {
-        "parallel__expert_placement": str(file),
+        "parallel__expert_parallel": str(file),
         "cache__enable_prefix_caching": False,
         "speculation__method": "none",  # tokens of drafts are counted, too
     }
     for division in (TWO_RANKS, TWO_ENGINES):
-        with start(folder, **settings, **division) as llm:
+        with start(folder, **division | settings) as llm:
             outputs = llm.generate(prompts, greedy())
             time.sleep(INTERVAL_S)
             llm.generate([[5], [6]], greedy(1))  # the first step of each engine brings a report

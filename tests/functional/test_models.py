@@ -234,7 +234,7 @@ async def test_a_stream_is_not_cut_and_a_client_that_goes_away_wakes_no_model(
 
 async def test_models_on_gpus_of_their_own_are_all_awake(folder: Path) -> None:
     text = "".join(
-        f"{LLAMA.format(folder=folder / name, name=name)}parallel.first_gpu = {number}\n"
+        f"{LLAMA.format(folder=folder / name, name=name)}parallel.device = 'cpu:{number}'\n"
         for number, name in enumerate(("llama", "other"))
     )
     async with served_by_turns(folder, text, 0.0) as (two, models):

@@ -49,7 +49,7 @@ async def test_the_picker_says_which_models_sleep(browser: Page) -> None:
     """Of two that take turns beside one that is always awake."""
     apart, first, second = [
         await make_frontend(
-            4, 0.005, {"server.served_model_names": [name], "parallel.first_gpu": gpu}
+            4, 0.005, {"server.served_model_names": [name], "parallel.device": f"cpu:{gpu}"}
         )
         for name, gpu in (("apart", 1), ("first", 0), ("second", 0))
     ]

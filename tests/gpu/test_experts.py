@@ -231,7 +231,7 @@ def test_copies_of_experts_give_the_tokens_of_transformers(tmp_path: Path) -> No
     placement = ExpertPlacement(dict.fromkeys(range(count), LayerPlacement(by_rank)))
     file.write_text(json.dumps(placement.to_json()))
     placed = {
-        "parallel__expert_parallel": True, "parallel__expert_placement": str(file),
+        "parallel__expert_parallel": str(file),
         "speculation__method": "none",  # tokens of drafts are counted, too
     }  # fmt: skip
     with inline_llm(one.folder, **TWO_RANKS, **placed) as llm:

@@ -1,6 +1,6 @@
 """Endpoints behind an admin key: what acts on the whole server (`POST /pause`, `/resume`, `/sleep`,
 `/wake_up`, `/abort` and `/reset_prefix_cache`), and the load of a mixture's experts (`GET
-/experts`, and `GET /experts/placement`, which makes a file for `parallel.expert_placement` of
+/experts`, and `GET /experts/placement`, which makes a file for `parallel.expert_parallel` of
 it).
 
 `limits` checks the key before a handler sees the request.
@@ -200,7 +200,7 @@ class ExpertLoads(Struct, kw_only=True):
 
 
 class Placement(Struct, kw_only=True):
-    """The content of a file for `parallel.expert_placement`: by layer, the experts of each rank."""
+    """The content of a file for `parallel.expert_parallel`: by layer, the experts of each rank."""
 
     version: int
     layers: dict[str, list[list[int]]]
