@@ -186,6 +186,10 @@ class Extension(Extending):
     def allocate(self, tokens: int, requests: int) -> None:
         """Makes its memory, for steps of up to `tokens` tokens and so many running requests."""
 
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Launches its kernels that are in no step, to compile them."""
+
     # ---------------------------------------------------------------- steps
 
     @abstractmethod

@@ -39,6 +39,8 @@ _TIMED_KEYS = 256
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
+#: The kernels of an extension are the same for steps of more tokens.
+_EXTENDED_TOKENS = 1152
 
 
 class GraphBodies:
@@ -248,19 +250,26 @@ class GraphBodies:
                 self._warm_up_mixed(rows)
                 if most > capacity:
                     self._warm_up_mixed(rows, has_lookahead=True)
+        extension = model.backend.extension
+        if extension is not None and extension.is_active:
+            extension.warm_up()
+            for size in mixed_sizes(min(device.max_tokens, _EXTENDED_TOKENS)):
+                self._warm_up_mixed(1, size - 1)
 
-    def _warm_up_mixed(self, rows: int, *, has_lookahead: bool = False) -> None:
-        """Launches a step of `rows` rows, of which the last has all tokens that the other rows do
-        not have."""
+    def _warm_up_mixed(
+        self, rows: int, tokens: int = WARM_UP_TOKENS, *, has_lookahead: bool = False
+    ) -> None:
+        """Launches a step of `rows` rows with one token each, of which the last has `tokens` more,
+        all of a prompt."""
         device, host = self.device, None
         if not self._model.supports_prefill_graphs:
-            lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]
+            lengths = [1] * (rows - 1) + [tokens + 1]
             longest = device.slots.max_model_len
             host = HostRows(lengths, [min(length, longest) for length in lengths])
         section = device.plan.row_section(0, rows)
         self._runner.compute(
             device.prepare_rows(
-                [section] * 3, rows + WARM_UP_TOKENS, rows - 1, (section, section),
+                [section] * 3, rows + tokens, rows - 1, (section, section),
                 longest=1, host=host, has_lookahead=has_lookahead,
             )
         )  # fmt: skip

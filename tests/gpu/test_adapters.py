@@ -18,7 +18,14 @@ from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import gated_product, interleave
 from aioinfer.kernels.split_product import SplitConfig, split_product
-from engine_settings import NEEDS_TWO, TWO_RANKS, TWO_STAGES, inline_llm, worker_of
+from engine_settings import (
+    NEEDS_TWO,
+    TWO_RANKS,
+    TWO_STAGES,
+    check_nothing_was_compiled,
+    inline_llm,
+    worker_of,
+)
 from random_models import greedy_outputs, random_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -170,6 +177,31 @@ def test_texts_are_those_of_merged_weights(
     found = [list(output.token_ids) for output in outputs]
     # a near tie may show in a request: sums are rounded differently
     assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 7
+
+
+@pytest.mark.parametrize("slots", [2, 64])
+def test_nothing_is_compiled_while_serving(slots: int, tmp_path: Path) -> None:
+    """Steps of prompts of any number of tokens, the first of which have adapters; 64 slots have
+    more columns than steps of many tokens take together."""
+    (tmp_path / "model").mkdir()
+    model = random_model(
+        tmp_path / "model", family="qwen3", vocab_size=500, head_dim=64, hidden_size=128,
+        intermediate_size=256, num_hidden_layers=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    adapters = write_adapters(tmp_path, model)
+    rng = random.Random(0)
+    lengths = [600, 300, 1, 2, 17, 40, 100, 130, 200, 500, 520, 700, 900]
+    prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in lengths * 2]
+    names = [[*adapters][1 + number % len(RANKS)] for number in range(len(prompts))]
+    params = [SamplingParams(temperature=0.8, max_tokens=9, adapter=name) for name in names]
+    with inline_llm(
+        model, model__tokenizer="none", scheduler__max_num_seqs=40, lora__max_adapters=slots,
+        lora__adapters={name: path for name, (path, _) in adapters.items() if name},
+    ) as llm:  # fmt: skip
+        for prompt, one in zip(prompts[: len(lengths)], params, strict=False):
+            llm.generate([{"prompt_token_ids": prompt}], one)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        check_nothing_was_compiled(llm)
 
 
 SLOTS, EXPERTS, TOP_K, RANK = 4, 128, 8, 16

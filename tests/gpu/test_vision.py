@@ -82,7 +82,8 @@ def test_two_gpus(name: str, way: dict[str, Any], tmp_path: Path) -> None:
     said = [conversation(*parts) for parts in TURNS]
     with inline_llm(
         tmp_path, scheduler__max_num_batched_tokens=96, scheduler__max_num_seqs=8,
-        cache__enable_prefix_caching=True, model__max_model_len=2048, **way,
+        cache__enable_prefix_caching=True, model__max_model_len=2048, cache__block_size=16,
+        **way,
     ) as llm:  # fmt: skip
         found = [llm.chat(said, PARAMS), llm.chat(said, PARAMS)]
     texts = [[list(output.token_ids) for output in outputs] for outputs in found]

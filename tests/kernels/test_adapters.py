@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapter_cases import make_case
+from aioinfer.kernels.adapter_slots import ProductRows, SlotRows, enter_slot
 from aioinfer.kernels.adapter_tiles import (
     BLOCK,
     MAX_FUSED_ROWS,
@@ -198,3 +199,24 @@ def test_sums_behind_products_are_the_same_by_each_candidate(
     chosen.forced = candidate
     product._addition.multiply(shrunk, Epilogue(add_to=total))
     torch.testing.assert_close(total, shrunk @ product._up.t())
+
+
+@pytest.mark.parametrize("widest", [48, 700])
+def test_the_matrices_of_all_products_enter_a_slot(widest: int) -> None:
+    generator, slots = torch.Generator().manual_seed(0), 3
+    shapes = [(70, 16, True), (257, widest, False), (5, 8, True)]  # out, width, whether in an order
+    ups = torch.randn(7 + sum(out * (slots * width + 3) for out, width, _ in shapes))[7:]
+    packed, products, start, end = torch.randn(20_000 + 257 * widest), [], 0, 0
+    for out, width, has_order in shapes:
+        columns = slots * width + 3
+        up, end = ups[end : end + out * columns].view(out, columns), end + out * columns
+        order = torch.randperm(out, generator=generator) if has_order else None
+        products.append(ProductRows(start, width, up, order))
+        start += 1000 + out * width
+    before = [product.up.clone() for product in products]
+    enter_slot(packed, SlotRows.of(products, ups), 1)
+    for product, expected in zip(products, before, strict=True):
+        given = packed[product.start :][: len(expected) * product.width].view(len(expected), -1)
+        own = given if product.order is None else given[product.order]
+        expected[:, product.width : 2 * product.width] = own
+        assert torch.equal(product.up, expected)

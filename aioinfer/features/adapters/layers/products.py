@@ -32,6 +32,7 @@ from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
+    from aioinfer.kernels.adapter_slots import ProductRows
     from aioinfer.kernels.adapters import AdapterOperand, Adapters
 
 
@@ -63,13 +64,22 @@ class AdaptedProduct(ProductExtension):
         self._up: torch.Tensor
         self._addition: Addition | None = None
 
-    def allocate(self, memory: torch.Tensor) -> None:
-        """Makes the matrices B of all slots, once the weight is loaded. `memory` [slots, numbers]
-        has A of all products."""
-        columns = aligned(len(memory) * self.width)
-        self._down, self._up = self._down_of(memory), memory.new_zeros(self._out, columns)
+    def up_shape(self, slots: int) -> tuple[int, int]:
+        """Returns the shape of the matrices B of so many slots, side by side."""
+        return self._out, aligned(slots * self.width)
+
+    def allocate(self, memory: torch.Tensor, up: torch.Tensor) -> None:
+        """Takes its part of `memory` [slots, numbers], which has A of all products, and `up` for
+        the matrices B of all slots, once the weight is loaded."""
+        self._down, self._up = self._down_of(memory), up
         orders = self.row_order, self.input_order
         self._orders = [None if each is None else each.to(memory.device) for each in orders]
+
+    def rows(self) -> ProductRows:
+        """Returns where B is, for `kernels.adapter_slots`."""
+        from aioinfer.kernels.adapter_slots import ProductRows
+
+        return ProductRows(self.places[1], self.width, self._up, self._orders[0])
 
     @property
     def is_active(self) -> bool:
@@ -101,11 +111,15 @@ class AdaptedProduct(ProductExtension):
         return ups[first : first + self._out * self.width].view(self._out, self.width)
 
     def enter(self, slot: int, ups: torch.Tensor) -> None:
-        """Copies B to the columns of a slot, from its numbers B on the device, and has the slot's
-        A and B in the orders of the weight."""
-        up, down, rows, inputs = self._up_of(ups), self._down[slot], *self._orders
+        """Copies B to the columns of a slot, from its numbers B, in the order of the weight: what
+        `kernels.adapter_slots` does for all products."""
+        up, rows = self._up_of(ups), self._orders[0]
         columns = slice(slot * self.width, (slot + 1) * self.width)
         self._up[:, columns].copy_(up if rows is None else up.index_select(0, rows))
+
+    def order_inputs(self, slot: int) -> None:
+        """Has A of a slot in the order of the weight's inputs."""
+        down, inputs = self._down[slot], self._orders[1]
         if inputs is not None:
             down.copy_(down.index_select(1, inputs))
 
@@ -167,9 +181,9 @@ class RowProduct(AdaptedProduct, RowExtension):
     [N], negative for none): x A^T in the columns of all slots, of which those of the row's adapter
     are kept, times B of all slots. In plain torch, which CUDA graphs may capture."""
 
-    def allocate(self, memory: torch.Tensor) -> None:
+    def allocate(self, memory: torch.Tensor, up: torch.Tensor) -> None:
         """See `AdaptedProduct.allocate`."""
-        super().allocate(memory)
+        super().allocate(memory, up)
         slots = torch.arange(len(memory), dtype=torch.int32, device=self._up.device)
         self._slot_of = slots.repeat_interleave(self.width)
 

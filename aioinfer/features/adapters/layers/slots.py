@@ -30,6 +30,7 @@ from aioinfer.features.adapters.layers.tokens import AdapterTokens
 from aioinfer.layers.shards import Shard, Source
 
 if TYPE_CHECKING:
+    from aioinfer.kernels.adapter_slots import SlotRows
     from aioinfer.layers.backend import Backend
     from aioinfer.layers.embedding import Embedding, LMHead
     from aioinfer.layers.mixture import PlacedExperts
@@ -65,6 +66,7 @@ class AdapterSlots(AdapterTokens):
         #: numbers of a packed slot in A and in B
         self._sizes = [0, 0]
         self._entering: torch.Tensor
+        self._rows: SlotRows
 
     @property
     def modules(self) -> dict[str, ModuleShape]:
@@ -145,16 +147,28 @@ class AdapterSlots(AdapterTokens):
         dtype, device = self.backend.dtype, self.backend.device
         self.of_slots = torch.zeros(requests, dtype=torch.int32, device=device)
         self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
-        for product in self._all_products:
-            product.allocate(self.memory)
-        for part in self.parts:
-            shapes = [(self.count, *shape) for shape in part.shapes]
-            part.tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        products = [*self._all_products]
+        shapes = [product.up_shape(self.count) for product in products]
+        ups = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device)
+        parts = ups.split([math.prod(shape) for shape in shapes])
+        for product, shape, part in zip(products, shapes, parts, strict=True):
+            product.allocate(self.memory, part.view(shape))
+        for own in self.parts:
+            own.tensors = [
+                torch.zeros(self.count, *shape, dtype=dtype, device=device) for shape in own.shapes
+            ]
         if self.backend.has_kernels:
+            from aioinfer.kernels.adapter_slots import SlotRows
+
             merged = sorted({len(product.modules) for product in self.products})
             inputs = max(product.inputs for product in self.products)
             self.allocate_tokens(tokens, tuple(merged), inputs)
             self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
+            self._rows = SlotRows.of([product.rows() for product in products], ups)
+
+    def warm_up(self) -> None:
+        """See `Extension.warm_up`."""
+        self._enter_ups(0, self._entering[self._sizes[0] :])
 
     def pieces(
         self, weights: Mapping[str, AdapterWeights], packed: torch.Tensor
@@ -185,8 +199,19 @@ class AdapterSlots(AdapterTokens):
             torch.cuda.current_stream().wait_stream(after)
         downs, ups = products.split(self._sizes)
         self.memory[slot].copy_(downs)
+        self._enter_ups(slot, ups)
         for product in self._all_products:
-            product.enter(slot, ups)
+            product.order_inputs(slot)
         self.ranks[slot] = rank
         for part, tensors in self._views(packed):
             part.enter(slot, tensors)
+
+    def _enter_ups(self, slot: int, ups: torch.Tensor) -> None:
+        """Copies the matrices B of all products to a slot."""
+        if self.backend.has_kernels:
+            from aioinfer.kernels.adapter_slots import enter_slot
+
+            enter_slot(ups, self._rows, slot)
+            return
+        for product in self._all_products:
+            product.enter(slot, ups)
