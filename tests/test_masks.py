@@ -16,6 +16,7 @@ import torch
 from torch import multiprocessing
 
 from aioinfer.features.masks.worker import Work, mask_logits
+from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.masks import (
     NUM_MASK_BUFFERS,
     ConstrainedRows,
@@ -29,7 +30,7 @@ from aioinfer.ipc.masks import (
 from aioinfer.ipc.plan import StepPlan, decode_section, encode_section
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.process import _EndOfPlansError, _Inbox
+from aioinfer.worker.process import _IDLE_MS, _EndOfPlansError, _Inbox
 from aioinfer.worker.step_works import StepCalls, StepWorks
 from tests import plans
 from tests.automata import pack
@@ -118,10 +119,11 @@ class Inbox:
         self.masks.resize(4, VOCAB)
         self.parent, control = multiprocessing.Pipe()
         config = SimpleNamespace(max_sampled_rows=4)
-        self.control = control
+        self.control, self.heartbeat = control, Heartbeat(1)
         spec: Any = SimpleNamespace(
-            reader=0, plans=self.ring, masks=self.masks, control=control, config=config
-        )
+            reader=0, plans=self.ring, masks=self.masks, control=control, config=config, rank=0,
+            heartbeat=self.heartbeat,
+        )  # fmt: skip
         self.taken: list[list[int]] = []
         works = SimpleNamespace(take=lambda section: self.taken.append(section.rows.tolist()))
         self.worker = SimpleNamespace(
@@ -139,7 +141,7 @@ class Inbox:
         return bool(self.to_capture and self.to_capture.pop())
 
     def close(self) -> None:
-        for each in (self.ring, self.masks, self.parent, self.control):
+        for each in (self.ring, self.masks, self.parent, self.control, self.heartbeat):
             each.close()
 
 
@@ -194,6 +196,24 @@ def test_an_idle_rank_captures_graphs_one_at_a_time(box: Inbox) -> None:
     assert box.inbox.next_plan().step_id == 7
     assert not box.to_capture
     assert box.inbox._may_capture
+
+
+def test_no_graph_is_captured_while_a_step_is_in_flight(box: Inbox) -> None:
+    """A step with a long prompt takes longer than an idle rank waits: the step behind it is posted
+    when the step before it has ended."""
+    post(box.ring, make_plan(3))
+    assert box.inbox.next_plan().step_id == 3
+    box.inbox.release_plan()
+    box.heartbeat.begin(0, 3)
+    box.to_capture = [make_plan(9), make_plan(9)]
+    timer = threading.Timer(10 * _IDLE_MS / 1000, post, (box.ring, make_plan(4)))
+    timer.start()
+    assert box.inbox.next_plan().step_id == 4
+    assert len(box.to_capture) == 2
+    box.inbox.release_plan()
+    box.heartbeat.finish(0, 4)
+    assert box.inbox.next_plan().step_id == 9, "posted while the last graph is captured"
+    timer.join()
 
 
 def test_each_further_stage_has_a_buffer_more() -> None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from aioinfer.worker.runner import PendingResult
     from aioinfer.worker.worker import Worker
 
-#: Milliseconds without a message after which a rank captures CUDA graphs that are missing: while
-#: steps follow one another, the next one is posted at least a step ahead.
+#: Milliseconds without a message after which a rank whose steps are over captures CUDA graphs that
+#: are missing.
 _IDLE_MS = 20
 #: Turns of a waiting thread of OpenMP, some 0.1 ms; its own default is 300 000.
 _SPINS = 4000
@@ -174,6 +174,7 @@ class _Inbox:
         self._worker = worker
         self._num_announced = 0
         self._may_capture = True  # whether CUDA graphs may be missing
+        self._last_step = -1  # that was read
         self._holds_plan = False  # whether the ring still has the last plan
         self._skips_masks = not samples
         self._control = spec.control.fileno()
@@ -189,6 +190,7 @@ class _Inbox:
             message = self._read(is_idle=True)
         self._holds_plan = True
         plan = StepPlan.decode(message)
+        self._last_step = plan.step_id
         if plan.section(ConstrainedRows) is not None and not self._skips_masks:
             # the masks are the next message, and it can be read only when this one is released
             plan = StepPlan.decode(bytes(message))
@@ -224,13 +226,14 @@ class _Inbox:
     def _read_message(self, *, is_idle: bool) -> memoryview:
         """Waits for the next message and returns it, a view into the ring. Calls that come
         meanwhile are answered: the engine makes them while no step is in flight. With `is_idle`
-        no step is being prepared: where nothing comes, CUDA graphs that are missing are
-        captured."""
+        no step is being prepared: where nothing comes, and no step is in flight, CUDA graphs that
+        are missing are captured. A plan that comes meanwhile waits for that."""
         spec = self._spec
         while not self._num_announced:
             found = self._poll.poll(_IDLE_MS if is_idle and self._may_capture else None)
             if not found:
-                self._may_capture = self._worker.capture_next()
+                if self._last_step < 0 or spec.heartbeat.has_finished(spec.rank, self._last_step):
+                    self._may_capture = self._worker.capture_next()
             elif any(fd == self._control for fd, _ in found):
                 self._take_call()
                 self._may_capture = True  # it may have slept
