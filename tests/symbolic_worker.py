@@ -7,8 +7,8 @@ block shared wrongly, reused too early, copied too late, or never written. A blo
 states holds one hash, of the tokens before the state. Table entries of states outlive the requests
 of a slot, as on a device; a state that two rows of a step use, one of which writes it, is an error:
 they run side by side. Lookahead rows leave no state: the state in memory stays behind the first row
-of the slot's last step, and the next step writes the states on the way to its own first row. The
-sampled token is a
+of the slot's last step, and the next step writes the states on the way to its own first row, if
+that has one token: a row of several begins with the state in memory. The sampled token is a
 function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
 gives it directly.
 
@@ -375,6 +375,10 @@ class SymbolicWorker:
         size, cache = self.block_size, self.caches[group]
         used: dict[int, int] = {}  # block -> the row that reads or writes it
         written: dict[int, int] = {}  # block -> state
+        for slot, start, length in rows:
+            assert length == 1 or self.state_of(slot, start) == start, (
+                f"slot {slot} computes several tokens behind kept drafts"
+            )
         rows = [(slot, self.state_of(slot, start), start + length) for slot, start, length in rows]
         for slot, start, end in rows:
             table = self.tables[group * self.max_num_seqs + slot]

@@ -259,19 +259,23 @@ class Scheduler:
         """Appends tokens to a running request that need not be sampled, as if a result had brought
         them; the next plan sends them and computes them in one row.
 
-        Returns how many were taken, fewer if the request ends with one of them and none if there
-        are too many in a plan, and why the request ended, if it did.
+        Returns how many were taken, fewer if the request ends with one of them and none if they
+        cannot be planned in one row, and why the request ended, if it did.
 
         If a posted step samples the first of them, its results for the request are dropped. With
         lookahead it samples one more for each draft that it keeps, and has computed these: the
-        first `num_kept` of `tokens`. It must not sample more than `tokens`.
+        first `num_kept` of `tokens`. It must not sample more than `tokens`. A row of several tokens
+        begins with the state in memory, which is never behind a draft: where states are kept, these
+        are computed again, and without a posted step behind kept drafts nothing is taken.
         """
         if request.slot < 0 or not self._running.can_append(len(tokens)):
             return 0, None
-        first, num_sampled = len(request.tokens), 0
+        first, num_sampled, keeps_states = len(request.tokens), 0, self.limits.keeps_states
         if request.num_pending:
             num_sampled, lookahead = 1 + num_kept, self._posted.drop_rows(request) - 1
-            request.settle(lookahead, lookahead - num_kept)
+            request.settle(lookahead, lookahead - (0 if keeps_states else num_kept))
+        elif keeps_states and request.num_settled < request.num_computed:
+            return 0, None
         request.total = first
         for number, token in enumerate(tokens, 1):
             request.total += 1
