@@ -395,6 +395,37 @@ async def test_a_batch_whose_results_cannot_be_written_fails(
     caplog.clear()
 
 
+async def test_a_batch_that_failed_on_a_full_disk_has_failed_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no room for the record of its failure either."""
+    settings = SETTINGS | {"server.files_folder": str(tmp_path)}
+    lines = [line(number, max_tokens=50, ignore_eos=True) for number in range(9)]
+    for start in range(3):
+        async with (
+            serve(**settings) as served,
+            openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
+        ):
+            if not start:
+                batch_id = await begin(client, jsonl(lines))
+                async with asyncio.timeout(60):
+                    while (  # noqa: ASYNC110  # the API has no events
+                        await client.batches.retrieve(batch_id)
+                    ).status == "validating":
+                        await asyncio.sleep(0.02)
+                with files_of_at_most(100):
+                    batch = await ended(client, batch_id)
+                assert "failed without files" in caplog.text
+                caplog.clear()
+            else:
+                batch = await client.batches.retrieve(batch_id)
+                assert (await client.batches.list()).data == [batch]
+            assert (batch.status, batch.output_file_id) == ("failed", None)
+            assert batch.errors.data[0].code == "server_error"
+            if start == 2:
+                assert (await client.files.delete(batch.input_file_id)).deleted
+
+
 async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A batch that was being cancelled while the server ended is cancelled, one whose results were
     overwritten has failed, and an upload that did not end is gone, also where its content came to

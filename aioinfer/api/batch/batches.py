@@ -178,8 +178,7 @@ class Batches:
             _fail(batch, error)
             batch.output_file_id = batch.error_file_id = None
             batch.enter("failed")
-            with suppress(OSError):
-                await self._store.save(record)
+            await self._store.save_failure(record)
 
     async def _validate(self, record: Stored) -> None:
         """Checks the input; a batch whose input is wrong has failed."""

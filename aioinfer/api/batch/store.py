@@ -6,6 +6,8 @@
 
     files/ID.data, files/ID.json        a file, and what is known of it
     batches/ID.json                     a batch
+    batches/ID.failed                   the last record of a batch that failed when the disk had no
+                                        room for another one
 
 The results of a batch in progress are data without a record yet. A record, and an upload, is
 written under another name and then renamed, so that a process that is killed leaves either the old
@@ -21,7 +23,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -259,6 +261,8 @@ class ObjectStore(Store):
 
 #: Where `FileStore` has the records of files and of batches.
 _FOLDERS = ("files", "batches")
+#: The suffix of records of batches that failed and whose last state could not be written.
+_FAILED = ".failed"
 
 
 class FileStore(Store):
@@ -294,13 +298,17 @@ class FileStore(Store):
             raise OSError("another server uses this folder") from None
         for left in self._folder.glob("*/*.new"):
             left.unlink()
-        places = self._folder.glob("*/*.json")
+        places = [*self._folder.glob("*/*.json"), *self._folder.glob(f"batches/*{_FAILED}")]
         for place in sorted(places, key=lambda file: (file.stat().st_mtime_ns, file.name)):
             try:
                 record = msgspec.json.decode(place.read_bytes(), type=_Record)
             except msgspec.DecodeError as error:
                 raise OSError(f"{place} is damaged, delete it to go on without: {error}") from error
             body: Any = record.file or record.batch
+            if place.suffix == _FAILED:
+                message = "the server could not write the batch's files"
+                body.errors = BatchFaults(data=[BatchFault(code="server_error", message=message)])
+                body.enter("failed")
             self._stored[record.owner, body.id] = Stored(record.owner, body)
         self._drop_lost()
 
@@ -384,6 +392,16 @@ class FileStore(Store):
             if is_new:
                 del self._stored[at]
             raise
+
+    async def save_failure(self, stored: Stored) -> None:
+        """Writes the record of a batch that has failed, or marks the one that is there, which takes
+        no room: a later start must not go on with the batch."""
+        place = self._place(stored.body)
+        try:
+            await self.save(stored)
+        except OSError:
+            with suppress(OSError):
+                await asyncio.to_thread(os.replace, place, place.with_suffix(_FAILED))
 
     def open_batches(self) -> list[Stored]:
         """Returns the batches of all API keys that have not ended."""
