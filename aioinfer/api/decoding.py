@@ -95,9 +95,8 @@ def prepare(kind: type[Struct]) -> None:
         msgspec.json.Decoder(each)
 
 
-def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bool = False) -> B:
-    """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, unknown field
-    names are ignored.
+def decode(raw: bytes, kind: type[B], *, ignores_unknown: bool = False) -> B:
+    """Decodes and checks a body. With `ignores_unknown`, unknown field names are ignored.
 
     Raises `RequestError` naming the field by its path, such as `messages[0].role`.
     """
@@ -105,8 +104,7 @@ def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bo
         body = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         body = _decode_again(raw, kind, error, ignores_unknown=ignores_unknown)
-    if check:
-        body.check()
+    body.check()
     return body
 
 

@@ -21,13 +21,7 @@ from aiohttp import web
 from aioinfer.api.admission import admission_of, admit, deadline_of, flow_of, sharer
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
-from aioinfer.api.event_stream import (
-    EventStream,
-    handover_of,
-    mark_frame,
-    stream_state,
-    wants_offer,
-)
+from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
@@ -63,7 +57,7 @@ async def deliver(
     request: web.Request, generation: Generation, dialect: Dialect[Any]
 ) -> web.StreamResponse:
     """Answers a request with what is generated. Raises what `submitted` and `collect` do."""
-    if wants_offer(request):
+    if stream_state(request).wants_offer:
         return await _offer(request, generation)
     async with submitted(request, generation) as outputs:
         if generation.streams:
@@ -105,7 +99,7 @@ async def submitted(
     priority = account.priority(generation.priority)
     longest = sum(map(len, prompts)) + len(prompts) * params.n * (params.max_tokens or 0)
     outputs: list[RequestOutput] = []
-    record = request[RECORD]
+    record, state = request[RECORD], stream_state(request)
     record.submitted, record.outputs = time.perf_counter(), outputs  # more may follow
     record.served = frontend.config.name
     charge = TokenCharge(account, longest)
@@ -124,8 +118,8 @@ async def submitted(
                         request_id=f"{generation.name}-{index}",
                         flow=flow_of(request, len(prompts)),
                         cache_salt=generation.cache_salt or "",
-                        known=stream_state(request).known,
-                        handover=handover_of(request) if len(prompts) == 1 else None,
+                        known=state.known,
+                        handover=state.handover if len(prompts) == 1 else None,
                         retain_s=generation.retain_s,
                     )
                 )

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from aiohttp import web
@@ -52,17 +52,16 @@ class ErrorDetail(Struct, kw_only=True):
 class ErrorReply(Struct, kw_only=True):
     """The body of an error, but for the paths of other APIs."""
 
+    #: What ends a stream in which something failed, around the error: some clients wait for
+    #: `[DONE]`.
+    event: ClassVar[bytes] = b"data: %b\n\ndata: [DONE]\n\n"
+
     error: ErrorDetail
 
     @classmethod
     def of(cls, status: int, body: ErrorReply) -> ErrorReply:
         """Returns the body of an error (see `describe`) in the shape of this API."""
         return body
-
-    def event(self) -> bytes:
-        """Returns the events that end a stream in which something failed, `[DONE]` among them, for
-        which some clients wait."""
-        return b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(self)
 
 
 class AnthropicDetail(Struct, kw_only=True):
@@ -74,6 +73,8 @@ class AnthropicDetail(Struct, kw_only=True):
 
 class AnthropicError(Struct, kw_only=True):
     """The body of an error below `/v1/messages`. Its messages name the field."""
+
+    event: ClassVar[bytes] = b"event: error\ndata: %b\n\n"
 
     type: Literal["error"] = "error"
     error: AnthropicDetail
@@ -88,10 +89,6 @@ class AnthropicError(Struct, kw_only=True):
         kind = _ANTHROPIC_TYPES.get(status, kind)
         return cls(error=AnthropicDetail(type=kind, message=message))
 
-    def event(self) -> bytes:
-        """See `ErrorReply.event`."""
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(self)
-
 
 class LlamaDetail(Struct, kw_only=True):
     """The details of an error, in the terms of llama.cpp's server: the code is the HTTP status."""
@@ -104,6 +101,8 @@ class LlamaDetail(Struct, kw_only=True):
 
 class LlamaError(Struct, kw_only=True):
     """The body of an error at llama.cpp's paths."""
+
+    event: ClassVar[bytes] = b"data: %b\n\n"
 
     error: LlamaDetail
 
@@ -119,13 +118,11 @@ class LlamaError(Struct, kw_only=True):
             message += " The request exceeds the available context size."
         return cls(error=LlamaDetail(code=status, message=message, type=kind, param=error.param))
 
-    def event(self) -> bytes:
-        """See `ErrorReply.event`."""
-        return b"data: %b\n\n" % msgspec.json.encode(self)
-
 
 class OllamaError(Struct, kw_only=True):
     """The body of an error below `/api`."""
+
+    event: ClassVar[bytes] = b"%b\n"
 
     error: str
 
@@ -133,10 +130,6 @@ class OllamaError(Struct, kw_only=True):
     def of(cls, status: int, body: ErrorReply) -> OllamaError:
         """See `ErrorReply.of`."""
         return cls(error=body.error.message)
-
-    def event(self) -> bytes:
-        """See `ErrorReply.event`."""
-        return msgspec.json.encode(self) + b"\n"
 
 
 ErrorShape = type[ErrorReply] | type[AnthropicError] | type[LlamaError] | type[OllamaError]
@@ -253,7 +246,8 @@ def _trace(error: BaseException | None) -> str:
 
 def error_event(error: Exception, path: str) -> bytes:
     """Returns what ends a stream of the path's API in which something failed."""
-    return error_shape(path).of(*describe(error)).event()
+    shape = error_shape(path)
+    return shape.event % msgspec.json.encode(shape.of(*describe(error)))
 
 
 @web.middleware
@@ -315,18 +309,11 @@ def raw_response(status: int, body: Any, headers: bytes = b"") -> bytes:
     """Returns a whole JSON response of HTTP/1.1 that closes its connection, for where there is no
     request that aiohttp could answer. `headers` are further lines, each with its line end."""
     data = msgspec.json.encode(body)
-    return (
-        b"HTTP/1.1 %d %s\r\nServer: %s\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n%sConnection: close\r\n\r\n%s"
-        % (
-            status,
-            HTTPStatus(status).phrase.encode(),
-            SERVER_NAME.encode(),
-            len(data),
-            headers,
-            data,
-        )
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nServer: {SERVER_NAME}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     )
+    return head.encode() + headers + b"Connection: close\r\n\r\n" + data
 
 
 def json_response(

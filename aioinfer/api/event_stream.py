@@ -52,17 +52,26 @@ ERROR_HEADER = "X-Aioinfer-Error"
 
 
 class StreamState(NamedTuple):
-    """The state of a stream: when it began, its key, and the part of it that the client has."""
+    """The state of a request's stream, and what a gateway adds to the request.
+
+    Attributes:
+        created: when the stream began, in Unix seconds.
+        key: of the stream.
+        known: the part of it that the client has.
+        is_gateways: whether a gateway has sent the request.
+        wants_offer: whether it wants the prompt computed, and nothing generated.
+        handover: the KV blocks that another server has computed for it.
+    """
 
     created: int
     key: str
     known: Sequence[KnownDelta] = ()
+    is_gateways: bool = False
+    wants_offer: bool = False
+    handover: Handover | None = None
 
 
 _STATE: web.RequestKey[StreamState] = web.RequestKey("stream_state")
-_IS_GATEWAYS = web.RequestKey("is_gateways", bool)
-_HANDOVER: web.RequestKey[Handover] = web.RequestKey("handover")
-_IS_OFFER = web.RequestKey("is_offer", bool)
 _decoder = msgspec.json.Decoder(list[KnownDelta])
 _handover_decoder = msgspec.json.Decoder(Handover)
 #: Restored deltas, some 10 us each, between which other work of the event loop gets its turn.
@@ -70,20 +79,11 @@ _RESTORED_AT_ONCE = 64
 
 
 def stream_state(request: web.Request) -> StreamState:
-    """Returns the state of the stream that a gateway goes on with, or the state of a new stream."""
+    """Returns the state of a request's stream: of the one that a gateway goes on with, or of a new
+    one."""
     if _STATE not in request:
         request[_STATE] = StreamState(int(time.time()), secrets.token_hex(24))
     return request[_STATE]
-
-
-def handover_of(request: web.Request) -> Handover | None:
-    """Returns the KV blocks that another server has computed for a request, by its gateway."""
-    return request.get(_HANDOVER)
-
-
-def wants_offer(request: web.Request) -> bool:
-    """Whether a gateway wants the prompt of a request computed, and nothing generated."""
-    return request.get(_IS_OFFER, False)
 
 
 def gateway_token(key_file: str) -> str:
@@ -124,11 +124,11 @@ class GatewayAccess:
         token, *state = given.split()
         if not secrets.compare_digest(token.encode(), self._token):
             raise RequestError(f"{STREAM_HEADER} needs the token of a gateway", status=403)
-        request[_IS_GATEWAYS] = True
+        found = stream_state(request)._replace(is_gateways=True)
         if (handover := request.headers.get(HANDOVER_HEADER)) == OFFER:
-            request[_IS_OFFER] = True
+            found = found._replace(wants_offer=True)
         elif handover is not None:
-            request[_HANDOVER] = decode_handover(handover.encode())
+            found = found._replace(handover=decode_handover(handover.encode()))
         if state:
             created, key, size = state
             with request.app[REQUEST_BODIES].hold() as held:
@@ -139,7 +139,8 @@ class GatewayAccess:
                 known = _decoder.decode(body[end:])
             except msgspec.DecodeError as error:
                 raise RequestError(f"the marks behind the body are wrong: {error}") from error
-            request[_STATE] = StreamState(int(created), key, known)
+            found = found._replace(created=int(created), key=key, known=known)
+        request[_STATE] = found
 
 
 def decode_handover(data: bytes) -> Handover:
@@ -167,7 +168,7 @@ class EventStream(web.StreamResponse):
         state = stream_state(request)
         if state.known and not can_resume:
             raise RequestError("this request cannot be gone on with", status=409)
-        self.is_marked = can_resume and request.get(_IS_GATEWAYS, False)
+        self.is_marked = can_resume and state.is_gateways
         self._num_restored = 0
         if self.is_marked:
             self._output = outputs[0]

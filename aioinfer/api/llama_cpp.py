@@ -301,7 +301,7 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
         return [LlamaVectors(index=index, embedding=each) for index, each in enumerate(vectors)]
 
 
-async def apply_template(request: web.Request, body: ChatRequest) -> web.Response:
+async def apply_template(request: web.Request, body: ChatRequest) -> TemplateReply:
     """Returns the prompt that the chat template makes of a conversation, as text, with llama.cpp's
     marker for each picture or sound, and without the token (BOS) that `/completion` puts before
     it."""
@@ -312,8 +312,8 @@ async def apply_template(request: web.Request, body: ChatRequest) -> web.Respons
     prompt = await frontend.render_chat(shown, MEDIA_MARKER, tools=tools, **options)
     tokenizer = frontend.require_tokenizer()
     prompt = prompt.removeprefix(tokenizer.decode(tokenizer.special_tokens.prefix, False))
-    data = await asyncio.to_thread(encode, TemplateReply(prompt=prompt))
-    return web.Response(body=data, content_type="application/json")
+    written: Any = msgspec.Raw(await asyncio.to_thread(encode, prompt))
+    return TemplateReply(prompt=written)
 
 
 async def props(request: web.Request) -> LlamaProps:

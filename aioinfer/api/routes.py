@@ -32,12 +32,11 @@ from aioinfer.api.decoding import Body, prepare
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
-from aioinfer.api.llama_cpp import TemplateReply
+from aioinfer.api.http import limits
 from aioinfer.api.openai import audio, chat, completions, pooling, responses, scoring, tokenization
 from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
-from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
 from aioinfer.errors import RequestError
 from aioinfer.features import load_halves
 from aioinfer.features.serving import Endpoint
@@ -109,6 +108,30 @@ def _of_feature(endpoint: Endpoint) -> Route:
 
 _SSE = "text/event-stream"
 
+#: What acts on the whole server, for holders of an admin key.
+_OF_ADMINS = (
+    _post("/abort", control.abort),
+    *(_of_feature(each) for half in load_halves("endpoints") for each in half.ENDPOINTS),
+    _post("/pause", control.pause),
+    _post("/resume", control.resume, query=ModelQuery),
+    _get("/is_paused", control.show_paused, query=ModelQuery),
+    _post("/sleep", control.sleep),
+    _post("/wake_up", control.wake_up),
+    _get("/is_sleeping", control.show_sleeping, query=ModelQuery),
+    _get("/weight_info", control.show_weights, query=ModelQuery),
+    _post("/update_weight_version", control.update_version),
+    _post("/update_weights_from_disk", control.update_from_disk),
+    _post("/init_weight_transfer_engine", control.join_group),
+    _post("/start_weight_update", control.start_update),
+    _post("/update_weights", control.update_weights),
+    _post("/finish_weight_update", control.finish_update),
+    _post("/collective_rpc", control.call_workers),
+    _post("/reset_prefix_cache", control.reset_prefix_cache),
+    _get("/experts", control.show_experts),
+    _get("/experts/placement", control.make_placement),
+)
+ADMIN_PATHS = frozenset(route.path for route in _OF_ADMINS)
+
 ROUTES: tuple[Route, ...] = (
     # OpenAI
     _dialect("/v1/completions", completions.CompletionDialect),
@@ -168,7 +191,7 @@ ROUTES: tuple[Route, ...] = (
     # llama.cpp
     _dialect("/completion", llama_cpp.LlamaDialect),
     _dialect("/embedding", llama_cpp.LlamaEmbedDialect),
-    _post("/apply-template", llama_cpp.apply_template, TemplateReply),
+    _post("/apply-template", llama_cpp.apply_template),
     _get("/props", llama_cpp.props, query=ModelQuery),
     _get("/slots", llama_cpp.slots, query=ModelQuery),
     # Embeddings and the like, tokens
@@ -180,8 +203,8 @@ ROUTES: tuple[Route, ...] = (
     _dialect("/rerank", scoring.RerankDialect),
     _dialect("/v1/rerank", scoring.RerankDialect),
     _dialect("/v2/rerank", scoring.RerankDialect),
-    _post("/tokenize", tokenization.tokenize, TokenizeReply),
-    _post("/detokenize", tokenization.detokenize, DetokenizeReply),
+    _post("/tokenize", tokenization.tokenize),
+    _post("/detokenize", tokenization.detokenize),
     # The server and its model
     _get("/v1/models", info.list_models),
     _get("/v1/models/{id:.+}", info.get_model),
@@ -193,25 +216,7 @@ ROUTES: tuple[Route, ...] = (
     _get("/load", info.show_load),
     _get("/tokenizer_info", info.tokenizer_info, query=ModelQuery),
     _get("/metrics", metrics.show_metrics, content_type="text/plain"),
-    _post("/abort", control.abort),
-    *(_of_feature(each) for half in load_halves("endpoints") for each in half.ENDPOINTS),
-    _post("/pause", control.pause),
-    _post("/resume", control.resume, query=ModelQuery),
-    _get("/is_paused", control.show_paused, query=ModelQuery),
-    _post("/sleep", control.sleep),
-    _post("/wake_up", control.wake_up),
-    _get("/is_sleeping", control.show_sleeping, query=ModelQuery),
-    _get("/weight_info", control.show_weights, query=ModelQuery),
-    _post("/update_weight_version", control.update_version),
-    _post("/update_weights_from_disk", control.update_from_disk),
-    _post("/init_weight_transfer_engine", control.join_group),
-    _post("/start_weight_update", control.start_update),
-    _post("/update_weights", control.update_weights),
-    _post("/finish_weight_update", control.finish_update),
-    _post("/collective_rpc", control.call_workers),
-    _post("/reset_prefix_cache", control.reset_prefix_cache),
-    _get("/experts", control.show_experts),
-    _get("/experts/placement", control.make_placement),
+    *_OF_ADMINS,
     # This description of them, and the page at "/"
     _get("/openapi.json", openapi.show_openapi),
     _get("/page/info", page.show_info, query=ModelQuery),
@@ -221,6 +226,7 @@ ROUTES: tuple[Route, ...] = (
 
 def add_routes(app: web.Application) -> None:
     """Adds all of them to an application."""
+    app[limits.ADMIN_PATHS] = ADMIN_PATHS
     for route in ROUTES:
         if route.body is not None:
             prepare(route.body)

@@ -12,7 +12,7 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -384,20 +384,18 @@ async def create_app(config: Config, frontend: Frontend | None = None) -> web.Ap
         await server.close()
         raise
 
-    async def begin(_: web.Application) -> None:
+    async def life(_: web.Application) -> AsyncIterator[None]:
         server.enter()
+        yield
+        if launched is not None:
+            await launched.close()
+        await server.close()
 
     async def end_pause(_: web.Application) -> None:
         # engines of a caller are the caller's to resume
         if launched is not None and launched.control.is_paused:
             await launched.control.end_pause()
 
-    async def end(_: web.Application) -> None:
-        if launched is not None:
-            await launched.close()
-        await server.close()
-
-    app.on_startup.append(begin)
+    app.cleanup_ctx.append(life)
     app.on_shutdown.append(end_pause)  # as `HttpServer.drain` does
-    app.on_cleanup.append(end)
     return app

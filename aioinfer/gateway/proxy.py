@@ -45,8 +45,9 @@ from aioinfer.api.errors import error_response, json_response
 from aioinfer.api.event_stream import decode_handover
 from aioinfer.api.http.connections import ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
-from aioinfer.api.http.limits import ADMIN_PATHS, authorizations
+from aioinfer.api.http.limits import authorizations
 from aioinfer.api.http.listener import Listener
+from aioinfer.api.routes import ADMIN_PATHS
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
@@ -164,12 +165,11 @@ class Gateway:
         config: Config,
         discover: Callable[[], Awaitable[Iterable[Address]]],
         token: str,
-        router: ClusterRouter | None = None,
         discover_prefill: Callable[[], Awaitable[Iterable[Address]]] | None = None,
     ):
         """`discover_prefill` is asked for the replicas that compute prompts for the others."""
         self._config, self._settings = config, config.server
-        self.router = router or ClusterRouter()
+        self.router = ClusterRouter()
         self.metrics = GatewayMetrics(self.router)
         self._discover, self._token = discover, token
         self._discover_prefill = discover_prefill

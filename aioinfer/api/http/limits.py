@@ -42,7 +42,6 @@ from aioinfer.api.errors import Handler, local_path
 from aioinfer.api.http.keys import ApiKey, ApiKeys
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, FieldError, RateLimitError, RequestError
-from aioinfer.features import load_halves
 from aioinfer.scheduler.request import Flow
 
 if TYPE_CHECKING:
@@ -56,17 +55,6 @@ _KEY_HEADERS = ("X-Api-Key", "api-key")
 MONITORING_PATHS = frozenset(
     ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json")
 )
-#: Paths that act on the whole server: they need an admin key.
-ADMIN_PATHS = frozenset(
-    (
-        "/abort", "/collective_rpc", "/experts", "/experts/placement", "/finish_weight_update",
-        "/init_weight_transfer_engine", "/is_paused", "/is_sleeping", "/pause",
-        "/reset_prefix_cache", "/resume", "/sleep", "/start_weight_update",
-        "/update_weight_version", "/update_weights", "/update_weights_from_disk",
-        "/wake_up", "/weight_info",
-        *(each.path for half in load_halves("endpoints") for each in half.ENDPOINTS),
-    )
-)  # fmt: skip
 _PERIOD_S = 60.0
 #: When a key with as many requests as it may have at a time should try again: how long the others
 #: take is unknown.
@@ -325,6 +313,8 @@ ACCOUNT = web.RequestKey("account", Account)
 
 #: The paths that need no key: `MONITORING_PATHS`, and the page, which asks the user for one.
 OPEN_PATHS = web.AppKey("open_paths", frozenset[str])
+#: The paths that act on the whole server: they need an admin key.
+ADMIN_PATHS = web.AppKey("admin_paths", frozenset[str])
 
 
 @web.middleware
@@ -333,7 +323,7 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
     429 to a POST request beyond a limit of its key; the others get their key's account. Requests
     for `ADMIN_PATHS` need an admin key."""
     app, path = request.app, local_path(request)
-    if path in ADMIN_PATHS:
+    if path in app[ADMIN_PATHS]:
         app[ACCOUNTS].check_admin(authorizations(request))
     elif path not in app[OPEN_PATHS]:
         if ACCOUNT not in request:  # else it is the server's own

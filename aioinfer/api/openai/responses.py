@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from msgspec import UnsetType
 
@@ -44,9 +42,9 @@ from aioinfer.api.logprobs import formatted
 from aioinfer.api.messages import converted
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
-    IncompleteDetails,
     InputTokens,
     Item,
+    Part,
     ReplayQuery,
     Response,
     ResponseFault,
@@ -54,11 +52,8 @@ from aioinfer.api.openai.responses_body import (
     ResponseUsage,
     Status,
     Text,
-    block_item,
-    block_part,
     input_items,
     item_id,
-    output_items,
     to_messages,
 )
 from aioinfer.engine.chat_turn import are_whole, encode_turn, new_call_id, num_thought_tokens
@@ -160,7 +155,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
                 "the previous response has not ended yet", param="previous_response_id"
             )
         previous = store.find(owner, "response", id, "previous_response_id")
-        output = output_items(previous.body)
+        output = previous.body.items
         return [*previous.items, *output], previous.item_bytes + json_size(output)
 
     async def _referred(self, given: list[Item]) -> list[Item]:
@@ -175,7 +170,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
         def look_up() -> None:
             for record in records:
-                output = output_items(record.body) if isinstance(record.body, Response) else ()
+                output = record.body.items if isinstance(record.body, Response) else ()
                 new = {item.id: item for item in (*record.items, *output) if item.id in missing}
                 found.update(new)
                 missing.difference_update(new)
@@ -221,22 +216,12 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             return new_call_id(self.frontend, random_bytes=self._ids.randbytes)
         return f"{'msg' if kind == 'text' else 'rs'}_{self._ids.randbytes(16).hex()}"
 
-    def response(
-        self, status: Status, usage: ResponseUsage | None = None, error: ResponseFault | None = None
-    ) -> Response:
-        """Returns the response with its blocks so far."""
-        items = [block_item(block, self._item_status(block)) for block in self.blocks.all]
+    def response(self, status: Status, **more: Any) -> Response:
+        """Returns the response with its blocks so far; see `Response.entering`."""
+        items = [Item.of(block, self._item_status(block)) for block in self.blocks.all]
         if items and status not in ("completed", "incomplete"):
             items[-1].status = "in_progress" if status == "in_progress" else "incomplete"
-        return msgspec.structs.replace(
-            self._begun,
-            status=status,
-            completed_at=int(time.time()) if status == "completed" else None,
-            error=error,
-            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
-            output=items,
-            usage=usage,
-        )
+        return self._begun.entering(status, items, **more)
 
     def _item_status(self, block: Block) -> str:
         """Returns the status of an item that has ended: the length may have cut it off, and a stop
@@ -283,18 +268,18 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             return event(f"{name}.delta", **place, delta=text, **new)
         if kind == "start":
             self._num_logprobs = 0
-            item = block_item(block, "in_progress")
+            item = Item.of(block, "in_progress")
             data = event("output_item.added", output_index=index, item=item)
             if not is_call:
-                data += event("content_part.added", **place, part=block_part(block))
+                data += event("content_part.added", **place, part=Part.of(block))
             return data
         if is_call:
             data = event(f"{name}.done", **place, name=block.name, arguments=block.text)
         else:
             logprobs = {"logprobs": block.logprobs} if is_text else {}
             data = event(f"{name}.done", **place, text=block.text, **logprobs)
-            data += event("content_part.done", **place, part=block_part(block))
-        item = block_item(block, self._item_status(block))
+            data += event("content_part.done", **place, part=Part.of(block))
+        item = Item.of(block, self._item_status(block))
         return data + event("output_item.done", output_index=index, item=item)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
@@ -305,7 +290,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Response:
         """See `MessageDialect.message`."""
         status: Status = "incomplete" if reason == "length" else "completed"
-        self.ended = ended = self.response(status, self._usage(num_tokens))
+        self.ended = ended = self.response(status, usage=self._usage(num_tokens))
         if not self.body.background:
             self.keep(ended)
         return ended
@@ -326,7 +311,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         conversation = store.find(owner, "conversation", id)  # as it is by now
         taken = {item.id for item in conversation.items}
         new = [item for item in self._new_items if item.id not in taken]
-        store.extend(conversation, [*new, *output_items(ended)])
+        store.extend(conversation, [*new, *ended.items])
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""

@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -70,6 +71,13 @@ class Part(Struct, kw_only=True):
     annotations: list[Any] | UnsetType | None = UNSET
     logprobs: list[Any] | UnsetType | None = UNSET
 
+    @classmethod
+    def of(cls, block: Block) -> Part:
+        """Returns the part of content that a block is."""
+        if block.kind == "reasoning":
+            return cls(type="reasoning_text", text=block.text)
+        return output_text(block.text, block.logprobs)
+
 
 Content = str | list[Part] | UnsetType | None
 
@@ -87,6 +95,21 @@ class Item(Struct, kw_only=True):
     name: Text = UNSET
     arguments: Text = UNSET
     output: Content = UNSET
+
+    @classmethod
+    def of(cls, block: Block, status: str) -> Item:
+        """Returns the item of a block, with its content so far."""
+        item = cls(id=item_id(block), status=status)
+        if block.kind == "call":
+            item.type, item.call_id = "function_call", block.id
+            item.name, item.arguments = block.name, block.text
+            return item
+        item.content = [Part.of(block)] if block.parts else []
+        if block.kind == "reasoning":
+            item.type, item.summary = "reasoning", []
+        else:
+            item.role = "assistant"
+        return item
 
     @property
     def is_reference(self) -> bool:
@@ -334,6 +357,27 @@ class Response(Struct, kw_only=True):
             raise RequestError("the body is nested too deeply to be repeated") from error
         return begun
 
+    def entering(self, status: Status, output: list[Item], **more: Any) -> Response:
+        """Returns the response as it is in a status, with its output so far, and `usage` or `error`
+        where it has them."""
+        return msgspec.structs.replace(
+            self,
+            status=status,
+            completed_at=int(time.time()) if status == "completed" else None,
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            output=output,
+            **more,
+        )
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The items of its output; an empty message where it has none, since chat templates want
+        the roles to alternate."""
+        if self.output:
+            return self.output
+        id = f"msg_{self.id.removeprefix('resp_')}"
+        return [Item(id=id, status=self.status, role="assistant", content=[])]
+
 
 class InputTokens(Struct, kw_only=True):
     """The number of tokens that the prompt of a response would have."""
@@ -481,36 +525,5 @@ def _shown(part: Part, place: str) -> str | MediaSource:
     return (part.refusal if part.type == "refusal" else part.text) or ""
 
 
-def block_part(block: Block) -> Part:
-    """Returns the part of content that a block is."""
-    if block.kind == "reasoning":
-        return Part(type="reasoning_text", text=block.text)
-    return output_text(block.text, block.logprobs)
-
-
-def block_item(block: Block, status: str) -> Item:
-    """Returns the item of a block, with its content so far."""
-    item = Item(id=item_id(block), status=status)
-    if block.kind == "call":
-        item.type, item.call_id = "function_call", block.id
-        item.name, item.arguments = block.name, block.text
-        return item
-    item.content = [block_part(block)] if block.parts else []
-    if block.kind == "reasoning":
-        item.type, item.summary = "reasoning", []
-    else:
-        item.role = "assistant"
-    return item
-
-
 def item_id(block: Block) -> str:
     return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
-
-
-def output_items(ended: Response) -> Sequence[Item]:
-    """Returns the items of a response's output; an empty message where it has none, since chat
-    templates want the roles to alternate."""
-    if ended.output:
-        return ended.output
-    id = f"msg_{ended.id.removeprefix('resp_')}"
-    return [Item(id=id, status=ended.status, role="assistant", content=[])]

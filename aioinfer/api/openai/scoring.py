@@ -27,6 +27,16 @@ class ScoringBody(PoolingBody, kw_only=True):
     max_tokens_per_query: protocol.Length | None = None
     max_tokens_per_doc: protocol.Length | None = None
 
+    @property
+    def num_prompts(self) -> int:
+        return sum(map(len, self.sides().values()))
+
+    def sides(self) -> dict[str, list[str]]:
+        """Returns the texts of the first and of the second side, by the names of their fields; the
+        first may be one for all. Raises `RequestError` naming a side that is missing or given
+        twice."""
+        raise NotImplementedError
+
 
 #: Names of the two sides of `ScoreRequest`.
 _SIDES = (("text_1", "queries"), ("text_2", "documents"))
@@ -51,13 +61,8 @@ class ScoreRequest(ScoringBody, kw_only=True):
                 "otherwise both need the same number",
             )
 
-    @property
-    def num_prompts(self) -> int:
-        return sum(map(len, self.sides().values()))
-
     def sides(self) -> dict[str, list[str]]:
-        """Returns the texts of the first and of the second side, by the names under which they were
-        given. Raises `RequestError` naming a side that is missing or given twice."""
+        """See `ScoringBody.sides`."""
         found: dict[str, list[str]] = {}
         for name, other in _SIDES:
             given = self.given(name, other)
@@ -98,14 +103,11 @@ class RerankRequest(ScoringBody, kw_only=True):
             if getattr(self, name) and getattr(self, goes_with) is None:
                 raise FieldError(name, f"goes with {goes_with}")
 
-    @property
-    def num_prompts(self) -> int:
-        return 1 + len(self.contents())
-
-    def contents(self) -> list[str]:
-        """Returns the documents' texts."""
+    def sides(self) -> dict[str, list[str]]:
+        """See `ScoringBody.sides`."""
         given = self.documents or self.texts or []
-        return [each if isinstance(each, str) else each.text for each in given]
+        contents = [each if isinstance(each, str) else each.text for each in given]
+        return {"query": [self.query], "documents" if self.texts is None else "texts": contents}
 
 
 class ScoreItem(Struct, kw_only=True):
@@ -158,12 +160,11 @@ class _Scoring(PoolingDialect[SB]):
     and `max_tokens_per_doc` tokens count, if they are given and not 0."""
 
     id_prefix = "score-"
-    #: The field of the first side, as `param` is that of the second.
-    first_param: str
 
-    def texts(self) -> tuple[list[str], list[str]]:
-        """Returns the texts of both sides; the first may be one for all."""
-        raise NotImplementedError
+    def __init__(self, request: web.Request, body: SB):
+        super().__init__(request, body)
+        self._texts = body.sides()
+        self._first_param, self.param = self._texts
 
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
@@ -178,17 +179,16 @@ class _Scoring(PoolingDialect[SB]):
             pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
         )  # fmt: skip
         is_part = is_cross and self.frontend.is_encoder
+        longest = body.max_tokens_per_query, body.max_tokens_per_doc
         sides = []
-        for prompt, texts, most in zip(
-            before, self.texts(), (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True
-        ):
+        for prompt, texts, most in zip(before, self._texts.values(), longest, strict=True):
             ids = await self.tokens([prompt + text for text in texts], is_part=is_part)
             sides.append([each[:most] for each in ids] if most else ids)
         first, second = sides
         self._num_first = len(first)
         if not is_cross:
             if not all(first):
-                raise FieldError(self.first_param, "is empty")
+                raise FieldError(self._first_param, "is empty")
             return first + second
         first *= len(second) if len(first) == 1 else 1
         frontend = self.frontend
@@ -213,15 +213,6 @@ class ScoreDialect(_Scoring[ScoreRequest]):
     body_type = ScoreRequest
     reply_type = Scores
 
-    def __init__(self, request: web.Request, body: ScoreRequest):
-        super().__init__(request, body)
-        self.first_param, self.param = body.sides()
-
-    def texts(self) -> tuple[list[str], list[str]]:
-        """See `_Scoring.texts`."""
-        first, second = self.body.sides().values()
-        return first, second
-
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
         scores = enumerate(self.scores(states))
@@ -238,19 +229,10 @@ class RerankDialect(_Scoring[RerankRequest]):
     body_type = RerankRequest
     reply_type = Reranked | list[RerankedText]
     id_prefix = "rerank-"
-    first_param = "query"
-
-    def __init__(self, request: web.Request, body: RerankRequest):
-        super().__init__(request, body)
-        self.param = "documents" if body.texts is None else "texts"
-
-    def texts(self) -> tuple[list[str], list[str]]:
-        """See `_Scoring.texts`."""
-        return [self.body.query], self.body.contents()
 
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        body, texts, scores = self.body, self.body.contents(), self.scores(states)
+        body, texts, scores = self.body, self._texts[self.param], self.scores(states)
         best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         if body.texts is not None:
             return [

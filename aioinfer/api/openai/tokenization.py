@@ -82,7 +82,7 @@ class DetokenizeReply(Struct, kw_only=True):
     content: str | UnsetType = UNSET
 
 
-async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
+async def tokenize(request: web.Request, body: TokenizeRequest) -> TokenizeReply:
     """Returns the token ids of a text or of a conversation.
 
     A text in `content`, as llama.cpp's clients send it, gets no BOS unless `add_special`.
@@ -102,29 +102,23 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
         )
     tokenizer = frontend.require_tokenizer() if body.return_token_strs else None
 
-    def write() -> bytes:
+    def make() -> TokenizeReply:
         texts = None
         if tokenizer is not None:
             texts = encode_list((tokenizer.token_text(token)[0] for token in ids), _WRITTEN)
-        return encode(
-            TokenizeReply(
-                count=len(ids),
-                max_model_len=frontend.max_model_len,
-                tokens=encode_list(ids, _WRITTEN),
-                token_strs=texts,
-            )
-        )
+        tokens, longest = encode_list(ids, _WRITTEN), frontend.max_model_len
+        return TokenizeReply(count=len(ids), max_model_len=longest, tokens=tokens, token_strs=texts)
 
-    return _response(await asyncio.to_thread(write))
+    return await asyncio.to_thread(make)
 
 
-async def detokenize(request: web.Request, body: DetokenizeRequest) -> web.Response:
+async def detokenize(request: web.Request, body: DetokenizeRequest) -> DetokenizeReply:
     """Returns the text of token ids, special tokens included: as `prompt`, and to a request without
     a `model` as `content` as well, where llama.cpp's clients look for it."""
     frontend = frontend_of(request)
     tokenizer = frontend.require_tokenizer("tokens")
 
-    def write() -> bytes:
+    def make() -> DetokenizeReply:
         table = tokenizer.token_bytes(False)
         if sum(len(table[token]) for token in body.tokens) > MAX_TEXT_BYTES:
             raise RequestError(
@@ -134,10 +128,6 @@ async def detokenize(request: web.Request, body: DetokenizeRequest) -> web.Respo
         pieces = range(0, len(text), _WRITTEN)
         written = [encode(text[start : start + _WRITTEN])[1:-1] for start in pieces]
         shown: Any = msgspec.Raw(b"".join([b'"', *written, b'"']))
-        return encode(DetokenizeReply(prompt=shown, content=shown if body.model is None else UNSET))
+        return DetokenizeReply(prompt=shown, content=shown if body.model is None else UNSET)
 
-    return _response(await asyncio.to_thread(write))
-
-
-def _response(written: bytes) -> web.Response:
-    return web.Response(body=written, content_type="application/json")
+    return await asyncio.to_thread(make)
