@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, field
 from typing import Any, Literal
 
@@ -97,11 +98,12 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         options = typing.get_args(hint)
         if value is None and type(None) in options:
             return None
-        kinds = tuple(o for o in options if o is not type(None))
-        if len(kinds) == 1:
-            return _typed(kinds[0], value, dotted)
-        if isinstance(value, kinds):
-            return value
+        first, *others = (o for o in options if o is not type(None))
+        if not others:
+            return _typed(first, value, dotted)
+        for kind in (first, *others):
+            with suppress(ConfigError):
+                return _typed(kind, value, dotted)
     elif origin is Literal:
         if value in typing.get_args(hint):
             return value

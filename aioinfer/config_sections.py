@@ -491,25 +491,22 @@ class ServerConfig:
         "passphrase: one file, or the key in a second one. Serves HTTPS, and HTTPS only.",
         [],
     )
-    api_keys: list[str] = key(
+    api_keys: list[str] | str = key(
         "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only "
         "`/health` and what is below it, `/metrics`, `/openapi.json` and the pages' files "
-        "need none. Others can read a command line: keep keys in a file.",
-        [],
-        secret=True,
-    )
-    api_key_file: str | None = key(
-        "TOML file with a table `[NAME]` for each key: `key` or `sha256` (`python -m "
+        "need none. Others can read a command line: keep keys in a file. Or the path of a TOML "
+        "file with a table `[NAME]` for each key: `key` or `sha256` (`python -m "
         "aioinfer.api.http.keys NAME` makes both) and, if need be, what `limits` may hold, such as "
         "`requests_per_minute = 60` (0 lifts a limit), `weight` (its share while requests of "
         "several keys wait; 1), `min_priority` (lowest `priority` of its requests, where lower "
         "goes first, and the one of those that name none, if above 0; 0, as without keys) and "
         "`admin`. SIGHUP has it read again.",
-        None,
+        [],
+        secret=True,
     )
     limits: dict[str, int] = key(
-        "What an API key may use unless `api_key_file` says otherwise; without keys, what all "
-        "requests together may: `requests_per_minute` (POST requests; as many may come at once "
+        "What an API key may use unless the file of `api_keys` says otherwise; without keys, what "
+        "all requests together may: `requests_per_minute` (POST requests; as many may come at once "
         "after a minute without any), `tokens_per_minute` (of prompts, cached ones included, and "
         "outputs; a request is charged its prompt and its `max_tokens` when it is queued, and what "
         "it has used when it ends) and `max_concurrent_requests` (POST requests that are being "
@@ -523,7 +520,7 @@ class ServerConfig:
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
         "`/sleep`, `/abort`, `/reset_prefix_cache`, `/experts`, `/v1/load_lora_adapter`), and "
         "nothing else. "
-        "Tables of `api_key_file` with `admin = true` open them, too; without either they are "
+        "Tables of the file of `api_keys` with `admin = true` open them, too; without either they are "
         "answered 403.",
         None,
         secret=True,

@@ -180,7 +180,7 @@ def test_priorities_down_to_the_bound(bound: int, asked: int | None, priority: i
 def keys_of(tmp_path: Path, text: str) -> ApiKeys:
     file = tmp_path / "keys"
     file.write_text(text)
-    config = load_config(None, {"model.path": "x", "server.api_key_file": str(file)})
+    config = load_config(None, {"model.path": "x", "server.api_keys": str(file)})
     return ApiKeys.load(config.server)
 
 
@@ -262,7 +262,7 @@ async def post(http: aiohttp.ClientSession, key: str) -> tuple[int, dict[str, st
 async def test_what_is_beyond_a_limit_is_answered_429(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text('[few]\nkey = "few"\nrequests_per_minute = 2\n[many]\nkey = "many"\n')
-    async with serve(api_key_file=str(file)) as (_, url), aiohttp.ClientSession(url) as http:
+    async with serve(api_keys=str(file)) as (_, url), aiohttp.ClientSession(url) as http:
         for left in ("1", "0"):
             status, headers, _ = await post(http, "few")
             assert status == 400, "the body is looked at"
@@ -289,7 +289,7 @@ async def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     caplog.set_level(logging.INFO, "aioinfer")
     file = tmp_path / "keys"
     file.write_text('[x]\nkey = "old"\n')
-    server = make_server(api_key_file=str(file))
+    server = make_server(api_keys=str(file))
     async with aiohttp.ClientSession(await server.start()) as http:
         assert (await post(http, "old"))[0] == 400
         file.write_text('[y]\nkey = "new"\n[x]\nkey = sk-secret\n')
@@ -304,6 +304,6 @@ async def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     own = [record for record in caplog.records if record.name == "aioinfer.api.http.limits"]
     lines = [record.getMessage() for record in own]
     assert len(lines) == 2
-    assert lines[0].startswith("the API keys stay as they were: server.api_key_file")
+    assert lines[0].startswith("the API keys stay as they were: server.api_keys")
     assert lines[1] == "the API keys were read again: 1 names"
     assert "secret" not in caplog.text

@@ -150,7 +150,7 @@ def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path):
             (["serve", model, "--set", "model.tokenizer=./none"], "model.tokenizer = './none'"),
             (["serve", model, "--set", "model.chat_template=none"], "model.chat_template = 'none'"),
             (["serve", model, "--port", str(port)], f"port = {port}: [Errno 98] Address already"),
-            (["serve", model, "--set", "server.api_key_file=none"], "server.api_key_file = 'none'"),
+            (["serve", model, "--set", "server.api_keys=none"], "server.api_keys: No such file"),
             (["serve", model, "--set", 'server.tls_files=["none"]'], "server.tls_files"),
             (["serve", model, "--set", "server.prt=1"], "did you mean 'server.port'?"),
         ]

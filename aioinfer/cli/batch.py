@@ -84,7 +84,6 @@ def _offline(config: Config) -> Config:
     server = replace(
         config.server,
         api_keys=[],
-        api_key_file=None,
         limits={},
         files_folder=None,
         request_timeout_s=None,

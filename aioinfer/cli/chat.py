@@ -422,7 +422,6 @@ def _private(config: Config, key: str) -> Config:
         tls_files=[],
         allowed_hosts=[],
         api_keys=[key],
-        api_key_file=None,
         files_folder=None,
     )
     return replace(config, server=server, logging=replace(config.logging, requests=False))

@@ -91,7 +91,7 @@ async def serve(configs: Sequence[Config], announce: Callable[[str], None] | Non
             return 0
         try:
             await server.serve(models)
-            if config.server.api_key_file is not None:
+            if isinstance(config.server.api_keys, str):
                 stop.on_hangup(server.reload_keys)
             (announce or _print)(_ready_text(url, models.first))
             return await _run(server, models, stop)
@@ -228,7 +228,7 @@ def _ready_text(url: str, frontend: Frontend) -> str:
         if server.unix_socket is None
         else f"--unix-socket {server.unix_socket} {scheme}://localhost"
     )
-    key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys else ""
     options = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     if "text" not in frontend.input_modalities:
         path, options = "/v1/audio/transcriptions", "-F file=@speech.wav"

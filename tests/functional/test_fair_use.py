@@ -23,7 +23,7 @@ async def serve(
     """A server whose key file holds `text`."""
     await asyncio.to_thread(keys.write_text, text)
     settings = {name.replace("__", "."): value for name, value in settings.items()}
-    frontend = await make_frontend(slots, delay_s, settings | {"server.api_key_file": str(keys)})
+    frontend = await make_frontend(slots, delay_s, settings | {"server.api_keys": str(keys)})
     server = HttpServer(frontend.config, frontend)
     async with aiohttp.ClientSession(await server.start()) as http:
         yield http

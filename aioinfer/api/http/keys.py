@@ -1,7 +1,7 @@
 """API keys: the keys that may send requests, their names, and their limits.
 
-Keys come from `server.api_keys`, which have no names of their own, and from `server.api_key_file`,
-a TOML file with a table for each name:
+Keys come from `server.api_keys`: a list of some, which have no names of their own, or a TOML file
+with a table for each name:
 
     [alice]
     sha256 = "5e884898da28047151d0e56f8dc6292773603d0d6aabb9d2..."
@@ -103,34 +103,32 @@ class ApiKeys:
         admin_key: str | None = None,
     ):
         """`keys` are (SHA-256 digest, key) pairs; `admin_key` opens the admin endpoints beside
-        them, and nothing else. Raises ConfigError for a digest or a name that stands for two
-        keys."""
+        them, and nothing else. Raises ConfigError for a digest that stands for two keys."""
         self._by_digest = {value: key.limited_by(defaults) for value, key in keys}
         self._admins = {value for value, key in keys if key.admin}
         if admin_key is not None:
             self._admins.add(digest(admin_key))
         if len(self._by_digest) < len(keys):
-            raise ConfigError("server.api_keys and server.api_key_file hold a key twice")
+            raise ConfigError("server.api_keys: the file holds a key twice")
         by_name = {key.name: key for key in self._by_digest.values()}
-        if len(by_name) < len({id(key) for _, key in keys}):
-            raise ConfigError("server.api_key_file: names like key-1 are those of keys without one")
         self.all = list(by_name.values()) or [ApiKey(ANONYMOUS).limited_by(defaults)]
 
     @classmethod
     def load(cls, config: ServerConfig) -> ApiKeys:
-        """Returns the keys of `server.api_keys` and of `server.api_key_file`, with the limits of
-        `server.limits` where they have none.
+        """Returns the keys of `server.api_keys`, with the limits of `server.limits` where they have
+        none.
 
         Raises `ConfigError`, which shows none of them.
         """
         found: list[tuple[bytes, ApiKey]] = []
+        given = config.api_keys
         with _errors_of("server.api_keys"):
-            for number, key in enumerate(dict.fromkeys(config.api_keys), 1):
-                found.append((digest(_checked(key)), ApiKey(f"key-{number}")))
-        if config.api_key_file is not None:
-            with _errors_of(f"server.api_key_file = {config.api_key_file!r}"):
-                for entry in _read(Path(config.api_key_file)):
+            if isinstance(given, str):
+                for entry in _read(Path(given)):
                     found += [(value, entry) for value in entry.digests()]
+            else:
+                for number, key in enumerate(dict.fromkeys(given), 1):
+                    found.append((digest(_checked(key)), ApiKey(f"key-{number}")))
         with _errors_of("server.admin_key"):
             admin_key = None if config.admin_key is None else _checked(config.admin_key)
         return cls(found, config.limits, admin_key)
@@ -212,7 +210,8 @@ def _errors_of(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{place}: {error.strerror or 'it cannot be read'}") from None
+        # its name may be a key that was given without brackets
+        raise ConfigError(f"{place}: {error.strerror or 'the file cannot be read'}") from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
 

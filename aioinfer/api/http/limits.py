@@ -275,7 +275,7 @@ class Accounts:
         if not self._keys.has_admin:
             raise RequestError(
                 "this endpoint needs an admin key, and the server has none: server.admin_key, or "
-                "admin = true in server.api_key_file",
+                "admin = true in the file of server.api_keys",
                 status=403,
                 code="no_admin_key",
             )
