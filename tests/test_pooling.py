@@ -240,4 +240,5 @@ def test_texts_of_both_sides() -> None:
     raw = json.dumps({"text_1": "a", "text_2": ["b", "c"]}).encode()
     assert decode(raw, ScoreRequest).sides() == {"text_1": ["a"], "text_2": ["b", "c"]}
     documents = {"query": "a", "documents": ["b", {"text": "c"}]}
-    assert decode(json.dumps(documents).encode(), RerankRequest).contents() == ["b", "c"]
+    found = decode(json.dumps(documents).encode(), RerankRequest).sides()
+    assert found == {"query": ["a"], "documents": ["b", "c"]}
