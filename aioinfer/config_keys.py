@@ -109,7 +109,7 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
             return value
         hint_text = nearest(str(value), [str(o) for o in typing.get_args(hint)])
         raise ConfigError(f"{dotted} must be {type_name(hint)}, not {value!r}{hint_text}")
-    if origin is list:
+    elif origin is list:
         (item,) = typing.get_args(hint)
         if isinstance(value, list):
             return [_typed(item, v, dotted) for v in value]

@@ -140,17 +140,15 @@ class StructuredOutputs(Struct, kw_only=True):
         found = []
         if self.json_object:
             found.append(GrammarSpec("json_object", "", whitespace, f"{prefix}json_object"))
-        raws: tuple[tuple[GrammarKind, Raw, str], ...] = (
-            ("json_schema", self.json, "json"),
-            ("structural_tag", self.structural_tag, "structural_tag"),
-        )
-        for kind, raw, name in raws:
-            if is_given(raw):
-                found.append(json_grammar(kind, raw, prefix + name, whitespace))
+        if is_given(self.json):
+            found.append(json_grammar("json_schema", self.json, f"{prefix}json", whitespace))
+        if is_given(tag := self.structural_tag):
+            found.append(json_grammar("structural_tag", tag, f"{prefix}structural_tag", whitespace))
         if self.regex is not None:
             found.append(GrammarSpec("regex", self.regex, None, f"{prefix}regex"))
         if self.choice is not None:
-            found.append(_choice_grammar(self.choice, f"{prefix}choice"))
+            choices = msgspec.json.encode(self.choice).decode()
+            found.append(GrammarSpec("choice", choices, None, f"{prefix}choice"))
         if self.grammar is not None:
             found.append(GrammarSpec("lark", self.grammar, None, f"{prefix}grammar"))
         return found
@@ -190,10 +188,6 @@ def json_grammar(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError(param, f"is not valid JSON: {error}") from error
     return GrammarSpec(kind, source, whitespace, param)
-
-
-def _choice_grammar(choices: list[str], param: str) -> GrammarSpec:
-    return GrammarSpec("choice", msgspec.json.encode(choices).decode(), None, param)
 
 
 # -------------------------------------------------------------------- bodies

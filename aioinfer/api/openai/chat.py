@@ -278,7 +278,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         fields = self.choice_fields(output, index, delta)
         if self.turn.parses:
             parsed = await parse_message(self.frontend, self.turn, delta.text)
-            message.content = parsed.content or (None if parsed.calls or parsed.reasoning else "")
+            message.content = parsed.content_or_none
             if parsed.reasoning:
                 message.reasoning_content = message.reasoning = parsed.reasoning
             if parsed.calls:
