@@ -7,6 +7,7 @@ Streams are lines of JSON; replies are streamed unless `stream` is false.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -77,6 +78,10 @@ class Options(Parameters, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
 
 
+#: A `keep_alive` for which Ollama unloads a model at once.
+_NO_TIME = re.compile(r"[-+]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
+
+
 class OllamaFunction(Struct, kw_only=True):
     """The function of a call."""
 
@@ -142,7 +147,8 @@ class Tagged:
 class OllamaBody(Tagged, GenerationBody, kw_only=True):
     """Base class of the bodies of chats and generations. `truncate` and `shift` say what is to
     become of a conversation that is too long: that is an error here, or ends the answer.
-    `top_logprobs` without `logprobs` asks for nothing."""
+    `top_logprobs` without `logprobs` asks for nothing. A `keep_alive` of 0 without a prompt has the
+    model unloaded, by which the reply is called; the server keeps it."""
 
     sampling_names: ClassVar[Mapping[str, str]] = {"logprobs": "", "top_logprobs": "logprobs"}
 
@@ -151,8 +157,14 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    keep_alive: str | float | None = None
     shift: Ignored = None
     truncate: Ignored = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether `keep_alive` is no time at all: seconds, or a number with a unit."""
+        return _NO_TIME.fullmatch(str(self.keep_alive)) is not None
 
     @property
     def streams(self) -> bool:
@@ -478,7 +490,8 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         """See `Dialect.decode`. Clients send a request for nothing to have a model loaded."""
         body = self.body
         if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
-            return json_response(self._line(done=True, done_reason="load"))
+            reason = "unload" if body.unloads else "load"
+            return json_response(self._line(done=True, done_reason=reason))
         if isinstance(body, OllamaChat) or not body.raw:
             return await super().decode()
         params = self.frontend.defaults.sampling_params(**body.sampling_fields())

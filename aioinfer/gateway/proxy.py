@@ -84,25 +84,34 @@ _ROUTING_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
 _READING_S = (1e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1.0)
 
 
-class _Continuation(msgspec.Struct):
-    """The fields of `/v1/responses` that name what a single replica keeps."""
+class _KeptResponse(msgspec.Struct):
+    """The fields of `/v1/responses` that name what a single replica keeps, or have it keep the
+    response until it is fetched."""
 
     previous_response_id: Any = None
     conversation: Any = None
+    background: Any = None
 
 
-def _check_continuation(body: bytes) -> None:
-    """Raises `RequestError` (501) for a response that continues one that a replica keeps: most
-    replicas would not find it."""
+def _check_response(body: bytes) -> None:
+    """Raises `RequestError` (501) for a response that continues one that a replica keeps, or that
+    is to be fetched from there: most replicas would not find it."""
     try:
-        found = msgspec.json.decode(body, type=_Continuation)
+        found = msgspec.json.decode(body, type=_KeptResponse)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return  # the replica says what is wrong
-    for name, value in msgspec.structs.asdict(found).items():
+    names, instead = "names what a single replica keeps", "send the items before as input"
+    for name, value, what, advice in (
+        ("previous_response_id", found.previous_response_id, names, instead),
+        ("conversation", found.conversation, names, instead),
+        (
+            "background", found.background or None, "leaves the response with a single replica",
+            "leave it out, and set stream if need be",
+        ),
+    ):  # fmt: skip
         if value is not None:
             raise RequestError(
-                f"{name} names what a single replica keeps: it cannot be used through a gateway; "
-                "send the items before as input",
+                f"{name} {what}: it cannot be used through a gateway; {advice}",
                 param=name,
                 status=501,
                 code="not_supported",
@@ -291,7 +300,7 @@ class Gateway:
         with self._bodies.hold() as held:
             body = b"".join(await held.receive(cast(web.Request, request)))
             if path == "/v1/responses":
-                _check_continuation(body)
+                _check_response(body)
             prompt = Prompt(1, [])
             if request.method == "POST" and self._has_key(request):
                 began = time.perf_counter()

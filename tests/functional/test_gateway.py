@@ -162,11 +162,16 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
         for path in ("/v1/files", "/v1/conversations/conv_1", "/v1/chat/completions"):
             async with http.get(path) as response:
                 assert response.status == 501
-        for field in ("previous_response_id", "conversation"):
-            async with http.post("/v1/responses", json={"input": "a", field: "x_1"}) as response:
+        kept = {"previous_response_id": "x_1", "conversation": "x_1", "background": True}
+        for field, value in kept.items():
+            async with http.post("/v1/responses", json={"input": "a", field: value}) as response:
                 assert response.status == 501
                 assert (await response.json())["error"]["param"] == field
-        for data in (b'{"previous_response_id": null}', b'{"conversation": "\xff', b"[" * 5000):
+        for data in (
+            b'{"conversation": null, "background": false}',
+            b'{"conversation": "\xff',
+            b"[" * 5000,
+        ):
             async with http.post("/v1/responses", data=data) as response:
                 assert response.status == 401
         async with http.get("/v1/models", headers={"Host": "elsewhere.example"}) as response:

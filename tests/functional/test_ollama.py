@@ -60,6 +60,10 @@ async def test_a_generation(served: Served) -> None:
     assert chat["prompt_eval_count"] > whole["prompt_eval_count"]
     loaded = await served.post("/api/generate", model="smollm2")
     assert loaded["done_reason"] == "load"
+    for keep_alive, reason in ((0, "unload"), ("0s", "unload"), (-1, "load"), ("10m", "load")):
+        for path in ("/api/generate", "/api/chat"):
+            reply = await served.post(path, model="smollm2", keep_alive=keep_alive)
+            assert (reply["done_reason"], reply["done"]) == (reason, True)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
