@@ -1,6 +1,7 @@
 """Drafts from a request's own tokens, on the GPU (prompt lookup decoding, Saxena 2023): where its
 last few tokens stand earlier in its prompt or output, or in a text that was predicted for its
-output, what followed them there is proposed.
+output, what followed them there is proposed. Where a drafter has drafted already, long matches
+alone go before its drafts.
 
 The rule is that of `aioinfer.features.speculation.ngram`, to the token.
 """
@@ -48,7 +49,7 @@ def _longest(
 )
 def _ngram_kernel(
     slots, bases, offsets, tokens, predicted, counts, rows, stride, predicted_stride, length,
-    MIN_SUFFIX: tl.constexpr, MAX_SUFFIX: tl.constexpr, BLOCK: tl.constexpr,
+    MIN_SUFFIX: tl.constexpr, MAX_SUFFIX: tl.constexpr, KEEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     # the last row of a slot writes the drafts of all of them
@@ -67,6 +68,8 @@ def _ngram_kernel(
     is_text = (in_text >= 0) & (in_text // _RANK >= best // _RANK)
     best = tl.where(is_text, in_text, best)
     is_found = best >= 0
+    if KEEPS:
+        count = tl.where(is_found, count, 0)
     found = tl.where(is_found, best % _RANK, 0)
     period = tl.maximum(tl.where(is_text, last, base) - found, 1)
     source = tl.where(is_text, text, of_slot) + found + 1
@@ -88,11 +91,13 @@ def propose_ngrams(
     *,
     min_suffix: int,
     max_suffix: int,
+    keeps_drafts: bool = False,
 ) -> None:
     """Writes tokens[slots[i], bases[i] + offsets[i]] for each row with an offset above 0: the
     tokens behind the latest earlier occurrence of the longest suffix of the slot's tokens, of
-    `min_suffix` to `max_suffix` tokens, that occurs earlier; without one, token 0. An occurrence in
-    the slot's predicted text goes before one of the same length in its tokens.
+    `min_suffix` to `max_suffix` tokens, that occurs earlier; without one, token 0, or what is there
+    if it `keeps_drafts`. An occurrence in the slot's predicted text goes before one of the same
+    length in its tokens.
 
     It may be captured in a CUDA graph.
 
@@ -108,5 +113,6 @@ def propose_ngrams(
         _ngram_kernel[(rows,)](
             slots, bases, offsets, tokens, predicted, counts, rows, tokens.stride(0),
             predicted.stride(0), tokens.shape[1],
-            MIN_SUFFIX=min_suffix, MAX_SUFFIX=max_suffix, BLOCK=BLOCK, num_warps=8,
+            MIN_SUFFIX=min_suffix, MAX_SUFFIX=max_suffix, KEEPS=keeps_drafts, BLOCK=BLOCK,
+            num_warps=8,
         )  # fmt: skip

@@ -6,11 +6,13 @@ import dataclasses
 from array import array
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioinfer.config import Config, ModelConfig, SpeculationConfig
+from aioinfer.config_sections import DraftMethod
 from aioinfer.features.speculation.ngram import (
     LONG,
     MAX_SUFFIX,
@@ -64,8 +66,11 @@ def test_the_match_is_as_long_as_the_suffix_that_is_found(tokens: list[int]) -> 
         ),
         0,
     )
-    expected = {0: NONE, MAX_SUFFIX: LONG}.get(length, SHORT)
+    expected = NONE if not length else SHORT if length < 4 else LONG
     assert find_match(array("i", tokens)) == expected
+    if length < MAX_SUFFIX:
+        expected = NONE  # a drafter's drafts go before those of shorter matches
+    assert find_match(array("i", tokens), min_suffix=MAX_SUFFIX) == expected
 
 
 def test_matches_are_looked_for_in_a_prediction_and_in_the_end_of_a_text() -> None:
@@ -125,6 +130,28 @@ def test_drafts_are_written_behind_the_last_known_token() -> None:
     assert slots.tokens[0, :8].tolist() == [*texts[0], 6, 4, 33]
     assert slots.tokens[1, :5].tolist() == [*texts[1], 33]
     assert slots.tokens[2, :6].tolist() == [*texts[2], 0, 0, 33]
+
+
+@pytest.mark.parametrize("method", ["draft", "mtp", "eagle3"])
+def test_long_matches_go_before_the_drafts_of_a_drafter(method: DraftMethod) -> None:
+    """A match of seven tokens in the text, one of six, and one of seven in a predicted text; the
+    drafter has left 33 as each draft. On a stage of a pipeline without the drafter, too."""
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7], [9, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5],
+             [1, 2, 3, 4, 5, 6, 7]]  # fmt: skip
+    texts[1] += [6, 7]
+    slots = make_slots([SamplingParams()] * 3, 60, texts)
+    for slot, text in enumerate(texts):
+        slots.tokens[slot, len(text) :] = 33
+    speculation = SpeculationConfig(method=method, model="m")
+    config = Config(model=ModelConfig(path=""), speculation=speculation)
+    work = Work(dataclasses.replace(rank_of(slots), config=config))
+    predicted = np.array([1, 2, 3, 4, 5, 6, 7, 50, 51], np.int32)
+    ids = (np.array([given], np.int32) for given in (2, 9))
+    work.begin(rows_plan([0], [1], PredictedTexts(*ids, predicted)))
+    rows = [(slot, len(text) - 1, offset) for slot, text in enumerate(texts) for offset in range(3)]
+    work.propose(ProposalRows(*torch.tensor(rows, dtype=torch.int32).T))
+    found = [slots.tokens[slot, len(text) :][:3].tolist() for slot, text in enumerate(texts)]
+    assert found == [[8, 1, 33], [33, 33, 33], [50, 51, 33]]
 
 
 def test_predicted_texts_come_and_go_with_their_requests() -> None:

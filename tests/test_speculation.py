@@ -270,6 +270,29 @@ def test_a_text_that_begins_to_repeat_itself_has_drafts_at_once() -> None:
     assert planning.lookahead([request]) is None
 
 
+def test_a_long_match_is_told_apart_from_the_drafts_of_a_drafter() -> None:
+    """A match of seven tokens, behind which copied tokens take the place of the drafter's, has an
+    acceptance of its own; six tokens are none."""
+    planning = make_planning(start_times(of_cpu), method="draft")
+    request = make_request("a", [*range(1, 9), 1, 2, 3, 4, 5, 6], 999)
+    planning.means[NONE] = Acceptance(0.01, 0.1)
+    planning._known(request).acceptance[:] = (
+        Acceptance(0.01, 0.1),
+        Acceptance(),
+        Acceptance(0.9, 0.9),
+    )
+    planning.lookahead([request])
+    known = planning._known(request)
+    assert known.match == NONE
+    request.tokens.append(7)
+    planning.lookahead([request])
+    assert known.match == LONG
+    assert planning.lookahead([request]) == {request: MOST}
+    first = known.acceptance[NONE].first
+    planning.take_lookahead(request, MOST, MOST)
+    assert known.acceptance[NONE].first == first
+
+
 def test_matches_of_many_requests_are_looked_for_in_turn() -> None:
     """None is as it was for long; what is learned of a draft is of the match that its step had."""
     planning = make_planning(start_times(memory_bound))

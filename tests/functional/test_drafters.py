@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioinfer import LLM
+from aioinfer import LLM, SamplingParams
 from aioinfer.engine import recovery
 from aioinfer.errors import ConfigError
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
@@ -18,6 +19,7 @@ from aioinfer.llm import CompletionOutput
 from tests.eagle_models import eagle_head
 from tests.functional.test_speculation import (
     PROMPTS,
+    TOKENS,
     VOCAB_SIZE,
     abort_some,
     check,
@@ -34,6 +36,7 @@ from tests.functional.test_speculation import folder as folder
 from tests.functional.test_speculation import plain as plain
 from tests.functional.test_speculation import rows_cost_nothing as rows_cost_nothing
 from tests.functional.test_speculation import stop as stop
+from tests.gpu.random_models import random_prompts
 from tests.mtp_models import mtp_model
 from tests.tiny_models import tiny_model
 
@@ -63,9 +66,7 @@ def drafting(folder: Path, **settings: Any) -> Iterator[LLM]:
     with running(folder, **settings) as llm:
         yield llm
         counts = llm.frontend.engines[0].metrics.counts
-        assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 0
-        if settings["speculation__model"] == str(folder):
-            assert counts[ACCEPTED] > 60
+        assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 60  # texts repeat themselves
 
 
 TWO_RANKS = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
@@ -106,11 +107,34 @@ def test_preempted_requests(
         assert llm.frontend.stats()["preemptions"] > 5
 
 
-def test_aborts_and_lost_workers(
-    folder: Path, drafters: Any, expected: Expected, stop: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("settings", [{}, {"cache__num_blocks": 32}, TWO_STAGES], ids=str)
+def test_a_predicted_output_goes_before_the_drafts_of_a_drafter(
+    folder: Path, drafters: Any, settings: Any, plain: LLM
 ) -> None:
+    """A text that does not repeat itself, and that the drafter does not know, predicted with a
+    wrong part."""
+    prompts = random_prompts([5, 7, 9, 11], VOCAB_SIZE)
+    params = [
+        SamplingParams(temperature=1.2, seed=seed, max_tokens=TOKENS, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    wanted = [output.completions for output in plain.generate(prompts, params)]
+    predicted = []
+    for each, (completion,) in zip(params, wanted, strict=True):
+        tokens = [*completion.token_ids[:20], 1, 2, 3, *completion.token_ids[23:]]
+        predicted.append(replace(each, predicted_tokens=tuple(tokens)))
+    with drafting(folder, **drafters["small"], **settings) as llm:
+        for found, expected in zip(llm.generate(prompts, predicted), wanted, strict=True):
+            check(found.completions, expected)
+
+
+@pytest.mark.parametrize("name", ["the target", "head"])
+def test_aborts_and_lost_workers(
+    folder: Path, drafters: Any, name: str, expected: Expected, stop: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
-    with drafting(folder, **drafters["the target"]) as llm:
+    with drafting(folder, **drafters[name]) as llm:
         for index, text in llm.run(abort_some(llm, stop)).items():
             assert text == expected[index][0].text
         found = llm.run(run_with_loss(llm, stop))
@@ -135,7 +159,7 @@ def test_stages_with_states_and_with_the_head_of_the_model(
             texts.append([output.token_ids for output in outputs])
             counts = llm.frontend.engines[0].metrics.counts
     assert texts[0] == texts[1]
-    assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 20
+    assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 0
 
 
 def test_wrong_settings_are_refused(folder: Path, drafters: Any, tmp_path: Path) -> None:

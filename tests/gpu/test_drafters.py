@@ -3,6 +3,7 @@ target is nearly always right; and nothing is compiled while serving."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,22 @@ def test_text_is_that_of_a_plain_run(
             assert isinstance(device, GpuDevice)
             graphs = settings.get("parallel__cuda_graphs", True)
             assert bool(device.graphs.lookahead.graphs) == graphs
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_predicted_output_goes_before_the_drafts_of_a_drafter(
+    folder: Path, drafters: Any, expected: list[Output], graphs: bool
+) -> None:
+    """The drafter is hardly ever right, and the prediction is, but for three tokens."""
+    params = [
+        replace(each, predicted_tokens=(*output.token_ids[:20], 1, 2, 3, *output.token_ids[23:]))
+        for each, output in zip(PARAMS, expected, strict=True)
+    ]
+    with running(folder, **drafters["small"], parallel__cuda_graphs=graphs) as llm:
+        look_always_ahead(llm)
+        check(llm.generate(PROMPTS, params), expected)
+        assert llm.frontend.engines[0].metrics.counts[ACCEPTED] > 0.2 * TOKENS * len(PROMPTS)
+        check_nothing_was_compiled(llm)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

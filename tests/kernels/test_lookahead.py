@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import pytest
 import torch
 from aioinfer.kernels import ngram
@@ -109,9 +112,11 @@ def test_penalties_count_the_drafts_before_a_row() -> None:
         assert torch.equal(ours[row], expected[row])
 
 
-def expected_drafts(text: list[int], count: int, predicted: list[int]) -> list[int] | None:
-    """Drafts behind `text` by the rule of `propose_ngrams` for suffixes of 2 to 4 tokens."""
-    for size in (4, 3, 2):
+def expected_drafts(
+    text: list[int], count: int, predicted: list[int], sizes: Sequence[int] = (4, 3, 2)
+) -> list[int] | None:
+    """Drafts behind `text` by the rule of `propose_ngrams` for suffixes of these sizes."""
+    for size in sizes:
         for end in range(len(predicted) - 1, size - 1, -1):
             if predicted[end - size : end] == text[-size:]:
                 return (predicted[end:] * count)[:count]
@@ -154,6 +159,38 @@ def test_drafts_follow_the_latest_earlier_occurrence_of_the_last_tokens(
     offsets = torch.cat([torch.arange(int(count) + 1) for count in counts])
     rows = ids.int(), bases[ids].int(), offsets.int()
     propose_ngrams(*rows, texts, predicted, lengths, min_suffix=2, max_suffix=4)
+    assert torch.equal(texts, expected)
+
+
+def test_drafts_stay_where_no_suffix_is_long_enough() -> None:
+    """Texts that repeat seven or eight tokens, of which some have an error among them."""
+    generator = torch.Generator().manual_seed(6)
+    slots, length, count = 30, 70, 3
+    texts = torch.randint(0, 50, (slots, length), generator=generator).int()
+    bases = torch.randint(40, length - 6, (slots,), generator=generator)
+    predicted = texts[:, 10:38].clone()
+    lengths = torch.randint(0, 2, (slots,), generator=generator).int() * 28
+    for slot in range(slots):
+        base, wrong = int(bases[slot]), int(torch.randint(0, 20, (), generator=generator))
+        texts[slot, base - 7 : base + 1] = texts[slot, 20:28].clone()
+        if wrong < 8:
+            texts[slot, base - wrong] = 60
+        if slot % 3:
+            texts[slot, 15:38:6] = 61  # the predicted text alone has it
+    expected, sources = texts.clone(), Counter[str]()
+    for slot in range(slots):
+        text = texts[slot, : int(bases[slot]) + 1].tolist()
+        given = predicted[slot, : int(lengths[slot])].tolist()
+        drafts = expected_drafts(text, count, given, (7,))
+        sources["kept" if drafts is None else "predicted" if given else "own"] += 1
+        if drafts is not None:
+            expected[slot, len(text) : len(text) + count] = int32(*drafts)
+    assert min(sources["kept"], sources["predicted"], sources["own"]) > 1
+    offsets = torch.arange(count + 1).repeat(slots).int()
+    ids = torch.arange(slots).repeat_interleave(count + 1)
+    rows = ids.int(), bases[ids].int(), offsets
+    sizes = {"min_suffix": 7, "max_suffix": 7}
+    propose_ngrams(*rows, texts, predicted, lengths, **sizes, keeps_drafts=True)
     assert torch.equal(texts, expected)
 
 

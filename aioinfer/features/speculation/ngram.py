@@ -8,32 +8,45 @@ from array import array
 
 import numpy as np
 
+from aioinfer.config_sections import SpeculationConfig
 from aioinfer.ipc.sections import I32
 
-#: Tokens of the suffix that is looked up, at least and at most.
-MIN_SUFFIX, MAX_SUFFIX = 2, 4
-#: How long a match is: there is none, shorter than `MAX_SUFFIX` tokens, or so long.
+#: Tokens of the suffix that is looked up, at least and at most. What follows `MAX_SUFFIX` tokens is
+#: kept more often than what a model or a head drafts, and goes before it (notes/speculation.md).
+MIN_SUFFIX, MAX_SUFFIX = 2, 7
+#: How long a match is: there is none, it is shorter than `_LONG_SUFFIX` tokens, or not.
 NONE, SHORT, LONG = range(3)
+_LONG_SUFFIX = 4
 #: Tokens of a text that `find_match` looks at: the last ones. It takes 4 to 40 microseconds.
 MAX_TEXT = 16_384
 #: Tokens of a predicted text that count: the first ones.
 MAX_PREDICTED = 4096
 
 
-def find_match(tokens: array[int], predicted: I32 | None = None) -> int:
-    """Returns how long the match is behind which `find_drafts` finds drafts: `NONE`, `SHORT` or
-    `LONG`."""
+def min_suffix_of(speculation: SpeculationConfig) -> int:
+    """Returns how long a match has to be for drafts: where a model or a head drafts, `MAX_SUFFIX`
+    tokens."""
+    return MAX_SUFFIX if speculation.has_drafter else MIN_SUFFIX
+
+
+def find_match(
+    tokens: array[int], predicted: I32 | None = None, min_suffix: int = MIN_SUFFIX
+) -> int:
+    """Returns how long the match is behind which drafts are found that need one of `min_suffix`
+    tokens: `NONE`, `SHORT` or `LONG`."""
     text = np.frombuffer(tokens, np.int32)[-MAX_TEXT:]
     size, _ = _longest(text, text)
     if predicted is not None:
         size = max(size, _longest(text, predicted)[0])
-    return NONE if not size else LONG if size == MAX_SUFFIX else SHORT
+    return NONE if size < min_suffix else LONG if size >= _LONG_SUFFIX else SHORT
 
 
-def find_drafts(tokens: I32, count: int, predicted: I32 | None = None) -> I32 | None:
+def find_drafts(
+    tokens: I32, count: int, predicted: I32 | None = None, min_suffix: int = MIN_SUFFIX
+) -> I32 | None:
     """Returns `count` tokens that may follow `tokens` (int32 [n]): those behind the latest earlier
     occurrence of their longest suffix of up to `MAX_SUFFIX` tokens that occurs earlier; None if
-    not even the last `MIN_SUFFIX` tokens do. An occurrence in `predicted` (int32 [p]) goes before
+    not even the last `min_suffix` tokens do. An occurrence in `predicted` (int32 [p]) goes before
     one of the same length in `tokens`.
 
     What the end of the tokens cuts off goes on with the drafts: a text that repeats itself is
@@ -44,7 +57,7 @@ def find_drafts(tokens: I32, count: int, predicted: I32 | None = None) -> I32 | 
         in_predicted = _longest(tokens, predicted)
         if in_predicted[0] >= size:
             source, (size, found) = predicted, in_predicted
-    if not size:
+    if size < min_suffix:
         return None
     return source[found + 1 + np.arange(count) % (len(source) - 1 - found)]
 

@@ -38,6 +38,7 @@ from aioinfer.features.speculation.ngram import (
     NONE,
     find_drafts,
     find_match,
+    min_suffix_of,
 )
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.ipc.sections import I32, Section
@@ -172,6 +173,7 @@ class Planning(StepFeature):
         self._chosen: Mapping[Request, int] | None = None
         # a drafter drafts behind a step for the next one, in the KV cache that all steps fill
         self._drafts_behind = speculation.has_drafter
+        self._min_suffix = min_suffix_of(speculation)
         # a feature of another package may propose others than n-grams
         self._finds_drafts = not (self._drafts_behind or host.config.model.features)
         # steps in a row that drafted; a request is in every so many steps, with its drafts of then
@@ -211,8 +213,7 @@ class Planning(StepFeature):
         again when that has been preempted; with a later token where a plan has texts enough."""
         new: dict[int, I32] = {}
         room = _MAX_TEXT_TOKENS
-        has_texts = self.host.scheduler().limits.max_lookahead and not self._drafts_behind
-        for row in rows if has_texts else ():
+        for row in rows if self.host.scheduler().limits.max_lookahead else ():
             if row.use.is_sent(row.request):
                 continue
             room -= len(row.use.tokens)
@@ -310,17 +311,14 @@ class Planning(StepFeature):
         self._next_probe = min(self._next_probe, self._step + early)
 
     def _look(self, decodes: Sequence[Request]) -> bool:
-        """Looks for the ends of texts earlier in them, where drafts come from there; of many
-        requests for those of some in turn. Returns whether a request is more likely to keep drafts
-        than before."""
-        if self._drafts_behind:
-            return False
+        """Looks for the ends of texts earlier in them; of many requests for those of some in turn.
+        Returns whether a request is more likely to keep drafts than before."""
         first = self._looked % len(decodes) if len(decodes) > _NUM_LOOKED else 0
         some = [*decodes[first : first + _NUM_LOOKED]]
         self._looked = first + len(some)
         grown = [
             self._known(request).note_match(
-                find_match(request.tokens, self._predicted(request)), self._step
+                find_match(request.tokens, self._predicted(request), self._min_suffix), self._step
             )
             for request in some
             if self._allows_lookahead(request)

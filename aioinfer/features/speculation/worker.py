@@ -1,5 +1,6 @@
-"""Worker half of speculation: the drafts of lookahead rows by the configured method: n-grams are
-found before a step, and a drafter drafts behind the step before."""
+"""Worker half of speculation: the drafts of lookahead rows. n-grams are found before a step, and a
+drafter drafts behind the step before; where the text has a long match, the tokens behind it take
+the place of the drafter's."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import numpy as np
 import torch
 
 from aioinfer.features.speculation.drafting import Drafting
-from aioinfer.features.speculation.ngram import MAX_PREDICTED, MAX_SUFFIX, MIN_SUFFIX, find_drafts
+from aioinfer.features.speculation.ngram import (
+    MAX_PREDICTED,
+    MAX_SUFFIX,
+    find_drafts,
+    min_suffix_of,
+)
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.ipc.plan import I32, Admissions, StepPlan
 from aioinfer.worker.features import ProposalRows, Rank, SampledStep, WorkerFeature
@@ -71,9 +77,10 @@ class Work(WorkerFeature):
         config = rank.config
         self.is_needed = config.speculation.method != "none"
         self._drafting: Drafting | None = None
-        self._texts: PredictedMemory | None = None
-        if config.speculation.method in ("auto", "ngram"):
-            self._texts = PredictedMemory(rank)
+        self._min_suffix = min_suffix_of(config.speculation)
+        # of a pipeline the first stage has the drafts of the last one's drafter
+        self._keeps_drafts = config.speculation.has_drafter
+        self._texts = PredictedMemory(rank) if self.is_needed else None
         if rank.drafter is not None and config.max_lookahead:
             max_rows = len(rank.slots.tokens) + config.max_lookahead
             most = config.speculation.max_draft_tokens
@@ -91,9 +98,9 @@ class Work(WorkerFeature):
         self._drafting.follow(step)
 
     def propose(self, rows: ProposalRows) -> None:
-        """See `WorkerFeature.propose`. Where a slot's last tokens do not occur earlier its drafts
-        are token 0, and not what an earlier request has left in the slot: how fast a request is
-        should not depend on that. A drafter has left its drafts there."""
+        """See `WorkerFeature.propose`. Where a slot's last tokens do not occur earlier, its drafts
+        are those that a drafter has left in the slot; without a drafter token 0, and not what an
+        earlier request has left there: how fast a request is should not depend on that."""
         texts = self._texts
         if texts is None:
             return
@@ -102,7 +109,8 @@ class Work(WorkerFeature):
 
             propose_ngrams(
                 *rows, self.rank.slots.tokens, texts.tokens, texts.counts,
-                min_suffix=MIN_SUFFIX, max_suffix=MAX_SUFFIX,
+                min_suffix=self._min_suffix, max_suffix=MAX_SUFFIX,
+                keeps_drafts=self._keeps_drafts,
             )  # fmt: skip
             return
         tokens = self.rank.slots.tokens.numpy()
@@ -110,5 +118,7 @@ class Work(WorkerFeature):
         ends = np.append(offsets[1:] == 0, True)
         for row in np.flatnonzero(ends & (offsets > 0)).tolist():
             of_slot, base, count = tokens[slots[row]], int(bases[row]), int(offsets[row])
-            drafts = find_drafts(of_slot[: base + 1], count, texts.of(int(slots[row])))
-            of_slot[base + 1 : base + 1 + count] = 0 if drafts is None else drafts
+            text = texts.of(int(slots[row]))
+            drafts = find_drafts(of_slot[: base + 1], count, text, self._min_suffix)
+            if drafts is not None or not self._keeps_drafts:
+                of_slot[base + 1 : base + 1 + count] = 0 if drafts is None else drafts
