@@ -196,6 +196,7 @@ def test_nothing_is_compiled_while_serving(slots: int, tmp_path: Path) -> None:
     params = [SamplingParams(temperature=0.8, max_tokens=9, adapter=name) for name in names]
     with inline_llm(
         model, model__tokenizer="none", scheduler__max_num_seqs=40, lora__max_adapters=slots,
+        lora__targets=["embeddings"],
         lora__adapters={name: path for name, (path, _) in adapters.items() if name},
     ) as llm:  # fmt: skip
         for prompt, one in zip(prompts[: len(lengths)], params, strict=False):

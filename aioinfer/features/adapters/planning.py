@@ -25,6 +25,7 @@ from weakref import WeakSet
 from aioinfer.errors import GenerationError
 from aioinfer.features.adapters.sections import (
     DROP,
+    MAX_READING,
     READ,
     AdapterChanges,
     AdapterFiles,
@@ -35,10 +36,6 @@ from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest, Variant
 from aioinfer.scheduler.request import Request, RequestStatus, Use
-
-#: Adapters that workers are to read at a time, at most: more than they have threads, since the next
-#: ones begin behind a step, and one with long prompts takes as long as several reads.
-_MAX_READING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +217,7 @@ class Planning(StepFeature):
         if place is None:
             return None
         if number not in self._read:
-            if number not in self._reading and len(self._reading) < _MAX_READING:
+            if number not in self._reading and len(self._reading) < MAX_READING:
                 if self._is_full:
                     self._drop(next(iter(self._read)))
                 self._begin_to_read(adapter)
@@ -234,7 +231,7 @@ class Planning(StepFeature):
     def _begin_reading(self) -> None:
         """Has wanted adapters read, in the order of their requests, a few at a time."""
         unused: deque[int] | None = None  # adapters that no request waits for
-        while self._wanted and len(self._reading) < _MAX_READING:
+        while self._wanted and len(self._reading) < MAX_READING:
             if self._is_full:
                 if unused is None:
                     waiting = self._numbers_of(with_running=False)
@@ -252,7 +249,7 @@ class Planning(StepFeature):
     @property
     def _is_full(self) -> bool:
         """Whether an adapter has to go from memory of the host before another one is read."""
-        return len(self._read) + len(self._reading) >= self._room + _MAX_READING
+        return len(self._read) + len(self._reading) >= self._room + MAX_READING
 
     def _drop(self, number: int) -> None:
         """Lets memory of the host forget an adapter."""

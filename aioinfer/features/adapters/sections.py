@@ -14,6 +14,9 @@ from aioinfer.ipc.sections import I32, Section, array
 #: In the place of a slot: the adapter is to be read into memory of the host, or it need not be
 #: there any more.
 READ, DROP = -1, -2
+#: Adapters that workers read at a time, at most: more than they have threads, since the next ones
+#: begin behind a step, and one with long prompts takes as long as several reads.
+MAX_READING = 16
 
 
 class AdapterFiles(NamedTuple):

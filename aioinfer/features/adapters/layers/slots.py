@@ -202,7 +202,7 @@ class AdapterSlots(AdapterTokens):
         self._enter_ups(slot, ups)
         for product in self._all_products:
             product.order_inputs(slot)
-        self.ranks[slot] = rank
+        self.ranks[slot].fill_(rank)
         for part, tensors in self._views(packed):
             part.enter(slot, tensors)
 
