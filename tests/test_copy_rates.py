@@ -32,7 +32,12 @@ def test_small_amounts_tell_nothing() -> None:
     rate.add(MIN_TOKENS - 1, 0.0, 1.0)
     assert rate.per_s is None
     assert rate.pays(rate_of(1e9))
-    assert rate_of(1000).pays(Rate())
+
+
+def test_both_ways_are_tried_before_they_are_compared() -> None:
+    copying = rate_of(1000)
+    assert not copying.pays(Rate())
+    assert copying.pays(Rate()), "computing was too little to be measured"
 
 
 def test_the_slower_way_is_tried_now_and_then() -> None:

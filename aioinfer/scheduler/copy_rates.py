@@ -3,7 +3,7 @@ prefix is copied or computed.
 
 The unit is a token a second, of all requests together: of work that overlaps, the time is counted
 once. Only amounts count that are large enough for a rate, so that the delay of a single copy or
-step tells nothing; before a rate is known, copies are made. `KVStore` owns the rates.
+step tells nothing. `KVStore` owns the rates.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class Rate:
         return self._tokens / self._seconds if self._seconds else None
 
     def pays(self, computing: Rate) -> bool:
-        """Whether copying at this rate takes no longer than computing."""
+        """Whether copying at this rate takes no longer than computing. Where that is not known, as
+        in a server that has begun with the files of another one, a prefix is copied, the next one
+        computed, and then they are compared."""
         here, there = self.per_s, computing.per_s
-        if here is None or there is None or here >= there:
+        if here is None or (there is not None and here >= there):
             return True
         self._num_skipped += 1
-        return self._num_skipped % TRY_EVERY == 0
+        return self._num_skipped > 1 if there is None else self._num_skipped % TRY_EVERY == 0
 
 
 class CopyRates:
