@@ -178,12 +178,13 @@ class Gateway:
     ):
         """`discover_prefill` is asked for the replicas that compute prompts for the others."""
         self._config, self._settings = config, config.server
-        self.router = ClusterRouter()
+        self.router, self.prefill_router = ClusterRouter(), ClusterRouter()
         self.metrics = GatewayMetrics(self.router)
-        self._discover, self._token = discover, token
-        self._discover_prefill = discover_prefill
-        self.prefill_router = ClusterRouter()
-        self._prefill_members: Members | None = None
+        self._token = token
+        # of replicas that generate, and behind them of those that compute prompts for these
+        self._discoveries = [(discover, self.router)]
+        if discover_prefill is not None:
+            self._discoveries.append((discover_prefill, self.prefill_router))
         self._reader = PromptReader(config)
         self._root = config.server.path_prefix
         # what ends the requests that are under way, by replica
@@ -203,32 +204,19 @@ class Gateway:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
-        self._members = Members(
-            self._discover,
-            self._token,
-            self.router,
-            self._http,
-            self._reader.set_block_size,
-            self._cut_off,
-        )
-        if self._discover_prefill is not None:
-            self._prefill_members = Members(
-                self._discover_prefill,
-                self._token,
-                self.prefill_router,
-                self._http,
-                self._reader.set_block_size,
-                self._cut_off,
-            )
+        on_block_size = self._reader.set_block_size
+        self._members = [
+            Members(discover, self._token, router, self._http, on_block_size, self._cut_off)
+            for discover, router in self._discoveries
+        ]
         if self._config.cache.block_size:
             self._reader.set_block_size(self._config.cache.block_size)
         self._connections = ConnectionServer(self._handle, self._make_request)
         self._bodies = RequestBodies(self._connections.counts, MAX_BYTES)
         self._listener = Listener(self._connections, self._settings)
         url = await self._listener.bind()
-        self._members.start()
-        if self._prefill_members is not None:
-            self._prefill_members.start()
+        for members in self._members:
+            members.start()
         self._listener.listen()
         return url
 
@@ -251,9 +239,8 @@ class Gateway:
         finally:
             for each in waits:
                 each.cancel()
-        await self._members.close()
-        if self._prefill_members is not None:
-            await self._prefill_members.close()
+        for members in self._members:
+            await members.close()
         await self._listener.close()
         self._connections.pre_shutdown()
         await self._connections.shutdown(0.5)
@@ -320,8 +307,8 @@ class Gateway:
                     raise NotReadyError("no replica is ready")
                 return json_response({"status": "ok", "replicas": len(self.router)})
             case "/metrics/targets":
-                both = filter(None, (self._members, self._prefill_members))
-                return json_response([target for each in both for target in each.targets()])
+                targets = [target for each in self._members for target in each.targets()]
+                return json_response(targets)
             case "/metrics":
                 return web.Response(
                     body=generate_latest(self.metrics.registry),
@@ -354,10 +341,9 @@ class Gateway:
                 continue
             avoided.add(choice.replica)
             try:
-                if relay.handover is None and self._prefill_members is not None:
-                    relay.handover = await self._have_computed(
-                        relay, relay.prompt.length - choice.num_tokens, self._prefill_members
-                    )
+                if relay.handover is None and len(self._members) > 1:
+                    num_tokens = relay.prompt.length - choice.num_tokens
+                    relay.handover = await self._have_computed(relay, num_tokens)
                 return await self._send(relay, choice)
             except RefusedError as error:
                 self.metrics.retries.inc()
@@ -377,7 +363,7 @@ class Gateway:
             return last
         raise NotReadyError("no replica is ready")
 
-    async def _have_computed(self, relay: Relay, num_tokens: int, members: Members) -> str:
+    async def _have_computed(self, relay: Relay, num_tokens: int) -> str:
         """Has another replica compute a prompt of which `num_tokens` tokens are not cached. Returns
         the `Handover` of its blocks, in JSON; empty where there is none."""
         if relay.request.method != "POST" or num_tokens < MIN_HANDED_OVER:
@@ -385,7 +371,8 @@ class Gateway:
         choice = self.prefill_router.route(relay.prompt.length, relay.prompt.hashes)
         if choice is None:
             return ""
-        asking = asyncio.ensure_future(self._ask_for_offer(relay, members.urls.get(choice.replica)))
+        base = self._members[1].urls.get(choice.replica)
+        asking = asyncio.ensure_future(self._ask_for_offer(relay, base))
         try:
             with self._ended_by_silence(choice.replica, asking.cancel):
                 return await asking
@@ -423,7 +410,7 @@ class Gateway:
 
         Raises `RefusedError` if the replica did nothing for it, `ReplicaLostError`.
         """
-        base = self._members.urls.get(choice.replica)
+        base = self._members[0].urls.get(choice.replica)
         if base is None:
             raise RefusedError
         headers, body = relay.message()
