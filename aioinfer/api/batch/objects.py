@@ -40,8 +40,6 @@ from aioinfer.errors import RequestError
 _Items = Annotated[list[Item], Meta(max_length=20)]
 #: Bytes of an uploaded file; OpenAI's bound for batches.
 MAX_FILE_BYTES = 200 * 2**20
-#: Bytes of an upload that are written at a time.
-_PIECE = 2**20
 
 
 class CreateConversation(Body, kw_only=True):
@@ -270,19 +268,15 @@ async def upload_file(request: web.Request) -> FileObject:
 
 
 async def _write(part: BodyPartReader, place: Path) -> None:
-    """Writes a part of a form to a file, in pieces. Raises `RequestError`, OSError."""
+    """Writes a part of a form to a file as it comes. Raises `RequestError`, OSError."""
     stream: BinaryIO = await asyncio.to_thread(place.open, "xb")  # unbuffered writes may be short
     try:
-        size, buffer = 0, bytearray()
+        size = 0
         async for chunk in chunks_of(part):
             size += len(chunk)
             if size > MAX_FILE_BYTES:
                 raise web.HTTPRequestEntityTooLarge(MAX_FILE_BYTES, size)
-            buffer += chunk
-            if len(buffer) >= _PIECE:
-                await asyncio.to_thread(stream.write, bytes(buffer))
-                buffer.clear()
-        await asyncio.to_thread(stream.write, bytes(buffer))
+            await asyncio.to_thread(stream.write, chunk)
         await asyncio.to_thread(stream.flush)
         await asyncio.to_thread(os.fsync, stream.fileno())
     finally:
