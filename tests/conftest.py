@@ -29,6 +29,11 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
 
+# Some environments forbid bytecode files. Each of the processes that tests start, and each of those
+# that run tests, would then compile all modules anew, which takes them a second and more.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 TESTS = Path(__file__).parent
 #: `make test-clients` runs these with packages of their own.
 collect_ignore = ["clients"]
