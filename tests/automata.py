@@ -36,13 +36,16 @@ class Residues:
         length: int | None = None,
         fails_at: int | None = None,
     ):
-        residues = np.arange(vocab_size) % modulus
-        self.masks = [
-            pack((residues == (3 * s + 1) % modulus) | (residues == (s + 2) % modulus))
-            for s in range(modulus)
-        ]
+        self.vocab_size = vocab_size
         self.modulus, self.length, self.fails_at = modulus, length, fails_at
         self.tokens: list[int] = []
+
+    @property
+    def mask(self) -> np.ndarray:
+        """The packed mask of the next token."""
+        residues = np.arange(self.vocab_size) % self.modulus
+        allowed = ((3 * self._state + 1) % self.modulus, (self._state + 2) % self.modulus)
+        return pack(np.isin(residues, allowed))
 
     @property
     def _state(self) -> int:
@@ -54,14 +57,14 @@ class Residues:
 
     def accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if not self.masks[self._state][token // 32] >> token % 32 & 1:
+            if not self.mask[token // 32] >> token % 32 & 1:
                 raise GenerationError(f"token {token} is not allowed after {self.tokens}")
             self.tokens.append(token)
 
     def fill(self, mask: Mask) -> None:
         if len(self.tokens) == self.fails_at:
             raise GenerationError("the automaton fails")
-        mask[:] = self.masks[self._state]
+        mask[:] = self.mask
 
     def copy(self) -> Self:
         copied = copy.copy(self)

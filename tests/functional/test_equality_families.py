@@ -9,7 +9,9 @@ between prompts.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +38,24 @@ class Family:
 
 
 @pytest.fixture(scope="module")
-def family(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path
-) -> Family:
-    name = request.param
+def families(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path
+) -> Callable[[str], Family]:
+    return cache(lambda name: make_family(name, tmp_path_factory.mktemp(name), tokenizer_cache))
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest, families: Callable[[str], Family]) -> Family:
+    return families(request.param)
+
+
+def make_family(name: str, folder: Path, tokenizer_cache: Path) -> Family:
     tokenizer, vocab_size = (
         (mistral_folder(tokenizer_cache), 32_000)
         if name == "llama"
         else (qwen_folder(tokenizer_cache), 151_936)
     )
-    folder = tiny_model(name, tmp_path_factory.mktemp(name) / "model", vocab_size=vocab_size)
+    tiny_model(name, folder, vocab_size=vocab_size)
     for file in tokenizer.iterdir():
         shutil.copy(file, folder)
     reference = Reference(folder)

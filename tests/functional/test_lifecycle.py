@@ -100,8 +100,8 @@ class Process:
 
 
 @pytest.fixture
-def process(request: pytest.FixtureRequest) -> Iterator[Process]:
-    process = Process(*getattr(request, "param", "inline").split())
+def process() -> Iterator[Process]:
+    process = Process("inline")
     yield process
     process.close()
 
@@ -183,8 +183,8 @@ def watch_start(port: int) -> list[tuple[int, int]]:
 SECRET = b"sk-very-secret"
 
 
-@pytest.mark.parametrize("process", ["inline logging.format=json"], indirect=True)
-def test_nothing_that_clients_sent_is_logged(process: Process) -> None:
+@pytest.mark.parametrize("small", ["inline logging.format=json"], indirect=True)
+def test_nothing_that_clients_sent_is_logged(small: Process) -> None:
     """Malformed requests, errors and clients that reset: neither keys nor prompts get to stderr,
     and no traceback. Every line is an object, what the start reports too."""
     hostile = [
@@ -202,18 +202,18 @@ def test_nothing_that_clients_sent_is_logged(process: Process) -> None:
         b"%s\r\n\r\n",
     ]
     for raw in hostile * 5:
-        with socket.create_connection(("127.0.0.1", process.port), timeout=30) as client:
+        with socket.create_connection(("127.0.0.1", small.port), timeout=30) as client:
             client.sendall(raw.replace(b"%s", SECRET))
             assert client.recv(10) == b"HTTP/1.1 4"
     for _ in range(5):  # clients that reset in the midst of a stream
-        response = process.tell_a_story(max_tokens=500, prompt=SECRET.decode())
+        response = small.tell_a_story(max_tokens=500, prompt=SECRET.decode())
         with socket.socket(fileno=os.dup(response.fileno())) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         response.close()
-        process.connections[-1].close()
-    assert process.request("GET", "/health").status == 200
-    process.popen.send_signal(signal.SIGTERM)
-    _, errors = process.popen.communicate(timeout=30)
+        small.connections[-1].close()
+    assert small.request("GET", "/health").status == 200
+    small.popen.send_signal(signal.SIGTERM)
+    _, errors = small.popen.communicate(timeout=30)
     assert "secret" not in errors
     assert "Traceback" not in errors
     assert 1 <= sum("malformed requests" in line for line in errors.splitlines()) <= 5
@@ -235,7 +235,7 @@ def test_sigterm_lets_running_requests_finish(process: Process) -> None:
         ).stdout
         assert '"delta":{"content":"' in answer
         assert answer.endswith("data: [DONE]\n\n")
-    story = process.tell_a_story(max_tokens=150, stream_options={"include_usage": True})
+    story = process.tell_a_story(max_tokens=60, stream_options={"include_usage": True})
     kept = HTTPConnection("127.0.0.1", process.port, timeout=30)
     process.connections.append(kept)
     kept.request("GET", "/health")  # connects, before the server stops to listen
@@ -253,7 +253,7 @@ def test_sigterm_lets_running_requests_finish(process: Process) -> None:
     *_, usage, done = events(story)
     assert not process.listens()
     assert done == "[DONE]"
-    assert json.loads(usage)["usage"]["completion_tokens"] == 150
+    assert json.loads(usage)["usage"]["completion_tokens"] == 60
     assert process.end(timeout=10) == 0
 
 
