@@ -119,7 +119,13 @@ def test_requests_of_several_adapters_share_steps(adapted: Adapted) -> None:
         adapted.check(llm, [None, None])
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2", "falcon", "qwen3_5_text", "bamba"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma2", "granite", "gpt2", "falcon", "qwen3_5_text"),
+        pytest.param("bamba", marks=pytest.mark.extended),
+    ],
+)
 def test_products_of_other_families(family: str, tmp_path: Path) -> None:
     """Norms behind products, scaled and transposed weights, parts side by side, states."""
     model = tiny_model(family, tmp_path / "model")

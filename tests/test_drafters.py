@@ -121,7 +121,9 @@ def test_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path) -> Non
     assert ahead.num_rows >= len(prompts) * NEW_TOKENS * MOST / (MOST + 1) * 0.9
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", pytest.param("deepseek_v3", marks=pytest.mark.extended)]
+)
 def test_other_families(family: str, tmp_path: Path) -> None:
     folder = tiny_model(family, tmp_path, vocab_size=200)
     prompts = prompts_that_begin_alike(8)
@@ -259,7 +261,13 @@ def test_a_target_that_keeps_states(tmp_path: Path) -> None:
         generate(folder, prompts, ahead=ahead, speculation=drafts_of(folder))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "deepseek_v3", "glm4_moe", "mimo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_5", "deepseek_v3", "mimo"),
+        *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3_next", "glm4_moe")),
+    ],
+)
 def test_text_with_a_head_of_the_model(name: str, tmp_path: Path) -> None:
     folder, _ = mtp_model(name, tmp_path, vocab_size=200)
     prompts = prompts_that_begin_alike(5)

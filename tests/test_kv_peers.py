@@ -284,7 +284,9 @@ def serve_blocks(connection: Connection, heads: int) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize("heads", [1, 23, 10_000])
+@pytest.mark.parametrize(
+    ("pair", "heads"), [("far", 1), ("near", 23), ("far", 10_000)], indirect=["pair"]
+)
 def test_a_server_that_is_killed_in_mid_transfer_is_a_miss(pair: Pair, heads: int) -> None:
     """What has come before counts only if its part is whole, and is what was there."""
     context = multiprocessing.get_context("spawn")

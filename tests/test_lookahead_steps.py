@@ -53,7 +53,13 @@ def test_drafts_do_not_change_the_text(family: str, tmp_path: Path) -> None:
         assert ahead.num_rows > ahead.num_kept > len(prompts) * NEW_TOKENS // 8
 
 
-@pytest.mark.parametrize("family", [*FAMILIES[:2], *STATE_FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma3", "qwen3_5_text", "lfm2"),
+        *(pytest.param(name, marks=pytest.mark.extended) for name in STATE_FAMILIES[1:4]),
+    ],
+)
 def test_siblings_chunks_and_preemption(family: str, tmp_path: Path) -> None:
     """Several sequences a prompt, prompts in chunks beside lookahead rows, and too few blocks."""
     folder = tiny_model(family, tmp_path, vocab_size=200)

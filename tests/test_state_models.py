@@ -65,8 +65,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
 }  # fmt: skip
 
-EXTENDED = ("deepseek", "qwen3_5 experts", "lfm2_moe", "nemotron", "gemma4 26B")
+EXTENDED = (
+    "deepseek", "qwen3_5 experts", "qwen3_next", "lfm2_moe", "granite", "nemotron", "gemma4 31B",
+    "gemma4 26B",
+)  # fmt: skip
 
+#: One model with each kind of mixer.
+KINDS = (
+    "qwen3_5", "lfm2", "kimi_linear", "falcon_h1", "bamba", "nemotron", "gemma4", "gemma3n",
+    "windows",
+)  # fmt: skip
 #: One of each kind of state, and of each kind of shared keys. Kimi-Linear's attention keeps latent
 #: vectors, which float8 is refused for.
 STATES_BESIDE_KEYS = ("qwen3_5", "lfm2_moe", "falcon_h1", "bamba", "gemma4", "gemma3n")
@@ -84,8 +92,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family, fields = CASES[request.param]
     folder = tiny_model(family, tmp_path_factory.mktemp("model"), **fields)
     rng, model = random.Random(5), reference_model(folder)
-    text = [rng.randrange(3, 500) for _ in range(max(LENGTHS))]
-    prompts = [text[:length] for length in LENGTHS]
+    prompts = prefixes(rng)
     others = [[rng.randrange(3, 500) for _ in range(63)] for _ in range(3)]
     with LLM(str(folder), settings=SETTINGS | WITHOUT_CACHE, progress=False) as llm:
         texts, cached = generate(llm, [*prompts, *others])
@@ -94,6 +101,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert text == likeliest(model, prompt, text)
     apart = list(zip(others, texts[len(prompts) :], strict=True))
     return Case(folder, prompts, texts[: len(prompts)], apart)
+
+
+def prefixes(rng: random.Random) -> list[list[int]]:
+    """Returns the beginnings of a text, of all lengths."""
+    text = [rng.randrange(3, 500) for _ in range(max(LENGTHS))]
+    return [text[:length] for length in LENGTHS]
 
 
 @torch.inference_mode()
@@ -132,6 +145,7 @@ def test_prefix_hits_and_forks(case: Case) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("case", [*KINDS, "deepseek_v3"], indirect=True)
 def test_hits_of_every_length_modulo_a_chunk(case: Case) -> None:
     """A prompt of each length goes on from what a longer one has left, as it did from nothing,
     with and without a seed; every fourth one in four sequences. Each length of the rest behind a
@@ -178,11 +192,11 @@ def test_preemption(case: Case) -> None:
         assert llm.frontend.engines[0].scheduler.stats.preemptions > 0
 
 
-#: Of the models whose mixers another case has as well, one way of two.
+#: Both ways of each kind, and of the other models one.
 RANKS = [
-    *((name, "tensor") for name in CASES if name not in ("granite", "deepseek_v2")),
-    *((name, "pipeline") for name in CASES if name not in ("granite experts", "deepseek_v3",
-                                                           "nemotron experts")),
+    *((name, kind) for name in KINDS for kind in ("tensor", "pipeline")),
+    *((name, ("tensor", "pipeline")[number % 2])
+      for number, name in enumerate(name for name in CASES if name not in KINDS)),
 ]  # fmt: skip
 
 
@@ -195,14 +209,15 @@ def test_two_ranks(case: Case, kind: str) -> None:
             assert generate(llm, case.prompts)[0] == case.expected
 
 
-@pytest.mark.parametrize("case", STATES_BESIDE_KEYS, indirect=True)
-def test_keys_in_float8_beside_states(case: Case) -> None:
+@pytest.mark.parametrize("name", STATES_BESIDE_KEYS)
+def test_keys_in_float8_beside_states(name: str, tmp_path: Path) -> None:
     """Prefix hits give what a cold run gives."""
-    narrow = SETTINGS | {"cache.dtype": "fp8"}
-    with LLM(str(case.folder), settings=narrow, progress=False) as llm:
-        (first, _), (second, cached) = (generate(llm, case.prompts) for _ in range(2))
+    family, fields = CASES[name]
+    folder = str(tiny_model(family, tmp_path, **fields))
+    narrow, prompts = SETTINGS | {"cache.dtype": "fp8"}, prefixes(random.Random(5))
+    with LLM(folder, settings=narrow, progress=False) as llm:
+        (first, _), (second, cached) = (generate(llm, prompts) for _ in range(2))
     assert cached > 0.4 * sum(LENGTHS)
-    without = narrow | {"cache.enable_prefix_caching": False}
-    with LLM(str(case.folder), settings=without, progress=False) as llm:
-        cold, _ = generate(llm, case.prompts)
+    with LLM(folder, settings=narrow | WITHOUT_CACHE, progress=False) as llm:
+        cold, _ = generate(llm, prompts)
     assert first == second == cold

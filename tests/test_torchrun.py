@@ -141,6 +141,7 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
         return json.loads(response.read())
 
 
+@pytest.mark.extended
 def test_a_server_of_two_ranks(server: tuple[subprocess.Popen[str], str]) -> None:
     """It answers, drains at SIGTERM as without torchrun, and leaves nothing."""
     process, url = server

@@ -58,8 +58,28 @@ class Saved(NamedTuple):
 
 
 #: For tests of all families; and of one, the others being tested beside `make test`.
-EVERY = pytest.mark.parametrize("saved", MODELS, indirect=True)
+EVERY = pytest.mark.parametrize(
+    "saved",
+    [
+        # with the towers of others
+        pytest.param(name, marks=pytest.mark.extended)
+        if name in ("qwen3_vl_moe", "qwen3_5_moe")
+        else name
+        for name in MODELS
+    ],
+    indirect=True,
+)
 EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in MODELS if name != "qwen3_vl"]
+#: One whose pictures chunks cut, one whose pictures stay whole, and one with tiles.
+CUT = pytest.mark.parametrize(
+    "saved",
+    [
+        name if name in ("qwen3_vl", "gemma4", "llava_onevision")
+        else pytest.param(name, marks=pytest.mark.extended)
+        for name in MODELS
+    ],
+    indirect=True,
+)  # fmt: skip
 ONE = pytest.mark.parametrize("saved", ["qwen3_vl", *EXTENDED], indirect=True)
 
 
@@ -150,7 +170,7 @@ def test_all_together(saved: Saved) -> None:
         assert len({tuple(output.token_ids) for output in outputs}) == len(TURNS)
 
 
-@EVERY
+@CUT
 def test_chunks_cut_pictures_and_the_cache_holds_one(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,8 +53,11 @@ def check(kernel: CompiledKernel) -> None:
 @pytest.mark.parametrize(
     NAMES,
     [
-        (64, 64, 0, False, False), (64, 128, 128, False, True), (128, 64, 0, False, False),
-        (128, 128, 0, False, False), (128, 128, 100, True, True), (256, 64, 0, False, False),
+        (64, 128, 128, False, True), (128, 128, 100, True, True), (256, 64, 0, False, False),
+        *(
+            pytest.param(head_size, block_size, 0, False, False, marks=pytest.mark.extended)
+            for head_size, block_size in ((64, 64), (128, 64), (128, 128))
+        ),
     ],
 )  # fmt: skip
 def test_every_supported_shape_compiles(

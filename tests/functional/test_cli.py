@@ -144,6 +144,7 @@ async def test_a_chat_that_cannot_be_answered_says_why(served: Served) -> None:
     assert "max_tokens" in errors
 
 
+@pytest.mark.extended
 def test_a_chat_with_an_engine_of_its_own() -> None:
     ended = subprocess.run(
         command("chat", *OPTIONS, "--temperature", "0", "--max-tokens", "8"),

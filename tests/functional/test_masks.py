@@ -113,17 +113,16 @@ def expected(folder: Path) -> list[list[list[int]]]:
     return together
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"cache__num_blocks": 26},
-        {"scheduler__max_num_batched_tokens": 9, "scheduler__max_num_seqs": 7},
-        {"scheduler__max_num_seqs": 1},
+        pytest.param({}, id="plenty"),
+        pytest.param({"cache__num_blocks": 26}, marks=pytest.mark.sample, id="preempted"),
+        pytest.param({"scheduler__max_num_batched_tokens": 9, "scheduler__max_num_seqs": 7},
+                     marks=pytest.mark.sample, id="chunks, and a budget for some"),
+        pytest.param({"scheduler__max_num_seqs": 1}, id="one at a time"),
     ],
-    ids=["plenty", "preempted", "chunks, and a budget for some", "one at a time"],
-)
+)  # fmt: skip
 def test_tokens_are_the_same_however_they_are_planned(
     folder: Path, expected: list[list[list[int]]], settings: dict[str, Any]
 ) -> None:

@@ -196,7 +196,17 @@ STATES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(
+            state,
+            marks=() if state in (answered, settings) else pytest.mark.extended,
+            id=state.__name__,
+        )
+        for state in STATES
+    ],
+)
 async def test_axe_finds_nothing(page: Page, script: Script, axe: str, state: State) -> None:
     await state(page, script)
     await page.run(axe)

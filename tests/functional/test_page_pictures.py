@@ -17,6 +17,7 @@ from tests.functional.scripted_chat import Script, delta, end, posted, until_idl
 from tests.functional.test_page_conversations import press, reload
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]

@@ -11,6 +11,7 @@ from tests.functional.scripted_chat import Script, delta, end, posted, until_idl
 from tests.functional.test_page_conversations import ask
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]

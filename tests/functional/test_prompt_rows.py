@@ -162,7 +162,6 @@ def smollm2() -> Iterator[tuple[LLM, Reference]]:
         yield llm, Reference.of(folder, prompts)
 
 
-@pytest.mark.sample
 def test_real_weights(smollm2: tuple[LLM, Reference]) -> None:
     check_all(*smollm2)
 

@@ -25,9 +25,9 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("family", "form"),
     [
-        ("qwen3_moe", "fp8"),
+        ("qwen3", "fp8"),
         pytest.param("qwen3", gptq(Groups(size=32, seed=3)), marks=extended),
-        pytest.param("qwen3", "fp8", marks=extended),
+        pytest.param("qwen3_moe", "fp8", marks=extended),
         pytest.param("qwen3_moe", gptq(Groups(size=32)), marks=extended),
         pytest.param("qwen3_moe", "auto", marks=extended),
         pytest.param("gpt_oss", "auto", marks=extended),

@@ -143,7 +143,7 @@ def test_lookahead_over_states_samples_what_steps_without_do(name: str, tmp_path
     assert kernels.device.graphs.lookahead.replayed
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("name", ["bamba", pytest.param("qwen3_next", marks=pytest.mark.extended)])
 def test_layers_in_a_graph_change_the_states_of_their_step_alone(name: str, tmp_path: Path) -> None:
     """A graph of layers has as many rows as there are slots. A step of one prompt follows a step of
     more decodes, whose rows it must not find."""
