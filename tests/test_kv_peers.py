@@ -311,6 +311,47 @@ def test_a_server_that_is_killed_in_mid_transfer_is_a_miss(pair: Pair, heads: in
     assert pair.has(40)
 
 
+def test_a_closed_server_has_no_threads_and_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not for the readers that are connected: they are cut off."""
+    for is_near in (True, False):
+        before = set(threading.enumerate())
+        pair = Pair()
+        link = PeerLink(pair.address, KEY, MODEL)
+        assert link.is_shared == is_near
+        assert pair.read(4) == 4
+        pair.server.close()
+        pair.reader.close()
+        assert set(threading.enumerate()) == before
+        assert link._connection.recv(1) == b""
+        link.close()
+        PeerConnector(pair.there, KEY, lambda: MODEL, pair.address).close()
+        only_tcp(monkeypatch)
+
+
+def test_a_listener_survives_a_shortage_of_descriptors(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accept` fails for a while; the next reader is served all the same."""
+    failures = iter([OSError(24, "Too many open files")] * 3)
+    accept = socket.socket.accept
+
+    def fail(listener: socket.socket) -> tuple[socket.socket, object]:
+        found = accept(listener)
+        if (error := next(failures, None)) is not None:
+            found[0].close()
+            raise error
+        return found
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    counts = []
+    for _ in range(6):
+        pair.reader._close_links()
+        pair.reader._paused.clear()
+        counts.append(pair.read(4))
+    assert 0 in counts
+    assert counts[-1] == 4
+
+
 def test_a_key_has_to_be_there_and_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_key(str(tmp_path / "none"))

@@ -31,6 +31,7 @@ class InlineExecutor:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._closed = False
+        self._works: Any = None  # of the worker, once it is allocated
         # the steps whose masks are filled, in order; None where no more will come
         self._masked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
@@ -68,6 +69,7 @@ class InlineExecutor:
         loaded = time.perf_counter()
         capacity = settle_capacity(self.config, [report])
         self._worker.allocate(capacity.num_blocks, capacity.max_model_len)
+        self._works = self._worker.runner.works
         self._worker.warm_up()
         # of zeros that were never written: pages that no mask touches take no memory
         rows, words = self.config.max_sampled_rows, mask_words(report.vocab_size)
@@ -102,7 +104,7 @@ class InlineExecutor:
 
     def _take(self, section: Section) -> None:
         try:
-            self._worker.runner.works.take(section)
+            self._works.take(section)
         except Exception as error:
             self._call_on_loop(self._fail, _as_engine_error(error))
 
@@ -185,7 +187,12 @@ class InlineExecutor:
         """See `Executor.shutdown`."""
         self._closed = True
         self._masked.put(None)  # a step that waits for masks would keep the thread from ending
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._works is not None:
+            self._works.close()
 
 
 def _as_engine_error(error: Exception) -> Exception:

@@ -344,6 +344,10 @@ class WorkerFeature:
     def begin_service(self) -> None:
         """Called after the warm-up: from now on steps are of requests."""
 
+    def close(self) -> None:
+        """Called when the worker ends and its process goes on: ends threads, and gives up what
+        another worker may need."""
+
     # ---------------------------------------------------------------- warm-up
 
     def dummy_section(self, slots: Sequence[int], lengths: Sequence[int]) -> Section | None:

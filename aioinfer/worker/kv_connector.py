@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
 from aioinfer.ipc.kv_files import BrokenFileError, KVFiles
 from aioinfer.worker.host_blocks import HostBlocks, Wait
@@ -28,31 +28,6 @@ _THREADS = 4
 #: So many writes may wait; others are left out, and their blocks are not found on the disk.
 _MAX_WRITES = 256
 _log = logging.getLogger(__name__)
-
-
-class KVConnector(Protocol):
-    """Reads blocks into places of the host, and keeps saved ones."""
-
-    def read(self, ticket: int, blocks: Sequence[HostBlock], free: Wait, source: str) -> None:
-        """Begins to read blocks, in the order of their prefix, into places that nothing else uses
-        before the end of the read is reported, once `free` returns. `source` is what the planning
-        half says of the read."""
-
-    @property
-    def has_reads(self) -> bool:
-        """Whether any read has not been returned by `take_read`."""
-
-    def take_read(self, max_wait_s: float = 0.0) -> list[Ended]:
-        """Returns the reads that have ended since the last call; waits so long for the first."""
-
-    def save(self, group: int, place: int, block_hash: bytes, saved: Wait) -> None:
-        """Keeps a block that the host gets, once `saved` returns."""
-
-    def delete(self, group: int, block_hash: bytes) -> None:
-        """Forgets a block; all blocks if the group is -1, after which weights may be others."""
-
-    def close(self) -> None:
-        """Ends the threads when what they have begun is done."""
 
 
 class PendingReads:
@@ -93,9 +68,43 @@ def _count(parts: Sequence[tuple[int, Future[int]]]) -> int:
     return count
 
 
-class DiskConnector:
+class KVConnector(ABC):
+    """Reads blocks into places of the host, and keeps saved ones."""
+
+    def __init__(self) -> None:
+        self._reads = PendingReads()
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether any read has not been returned by `take_read`."""
+        return bool(self._reads)
+
+    def take_read(self, max_wait_s: float = 0.0) -> list[Ended]:
+        """Returns the reads that have ended since the last call; waits so long for the first."""
+        return self._reads.take(max_wait_s)
+
+    @abstractmethod
+    def read(self, ticket: int, blocks: Sequence[HostBlock], free: Wait, source: str) -> None:
+        """Begins to read blocks, in the order of their prefix, into places that nothing else uses
+        before the end of the read is reported, once `free` returns. `source` is what the planning
+        half says of the read."""
+
+    @abstractmethod
+    def save(self, group: int, place: int, block_hash: bytes, saved: Wait) -> None:
+        """Keeps a block that the host gets, once `saved` returns."""
+
+    @abstractmethod
+    def delete(self, group: int, block_hash: bytes) -> None:
+        """Forgets a block; all blocks if the group is -1, after which weights may be others."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the threads when what they have begun is done. Safe to call twice."""
+
+
+class DiskConnector(KVConnector):
     """Files as a connector of KV blocks: threads write saved blocks to files, and read them back
-    into places of the host's memory. Implements `KVConnector`.
+    into places of the host's memory.
 
     A write reads its place when the copy from the device has ended, and counts only if nothing else
     has been put there meanwhile (`HostBlocks.version`). A read writes to a place that the engine
@@ -109,12 +118,12 @@ class DiskConnector:
 
     def __init__(self, folder: KVFiles, host: HostBlocks, identify: Identify):
         """Prepares the folder. Raises `OSError`."""
+        super().__init__()
         self._files, self._host, self._identify = folder.of_model(identify()), host, identify
         self._files.prepare()
         self.is_full = False
         self._threads = [ThreadPoolExecutor(1, f"kv-disk-{number}") for number in range(_THREADS)]
         self._waiting_writes = threading.Semaphore(_MAX_WRITES)
-        self._reads = PendingReads()
 
     def save(self, group: int, place: int, block_hash: bytes, saved: Wait) -> None:
         """See `KVConnector.save`: begins to write the block."""
@@ -164,15 +173,6 @@ class DiskConnector:
 
     def _thread_of(self, block_hash: bytes) -> ThreadPoolExecutor:
         return self._threads[block_hash[0] % _THREADS]
-
-    @property
-    def has_reads(self) -> bool:
-        """See `KVConnector.has_reads`."""
-        return bool(self._reads)
-
-    def take_read(self, max_wait_s: float = 0.0) -> list[Ended]:
-        """See `KVConnector.take_read`."""
-        return self._reads.take(max_wait_s)
 
     def close(self) -> None:
         """See `KVConnector.close`."""

@@ -30,7 +30,7 @@ from aioinfer.ipc.peer_link import (
     unix_name,
 )
 from aioinfer.worker.host_blocks import HostBlocks, Wait
-from aioinfer.worker.kv_connector import Ended, HostBlock, Identify, PendingReads
+from aioinfer.worker.kv_connector import HostBlock, Identify, KVConnector
 
 #: Threads that read, each over a connection of its own.
 _READERS = 4
@@ -40,6 +40,8 @@ _MIN_PART, _MAX_PART = 16, 64
 #: Readers that may be connected at a time, and for how long one may ask for nothing.
 _MAX_CONNECTIONS = 64
 _IDLE_S = 300.0
+#: After this time a listener accepts again where it could not.
+_RETRY_S = 0.05
 #: How long a block may be waited for that the host is about to get.
 _MAX_WAIT_S = 2.0
 #: How long a part of a read may take.
@@ -114,6 +116,8 @@ class _Server:
         self._host, self._index, self._key, self.identity = host, index, key, identity
         self._nixl = nixl
         self._places = threading.Semaphore(_MAX_CONNECTIONS)
+        self._readers: dict[threading.Thread, socket.socket] = {}
+        self._is_closed = False
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         far = socket.create_server(address, family=family)
         near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -124,25 +128,38 @@ class _Server:
             far.close()
             near.close()
             raise
-        self._listeners = (far, near)
-        for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        self._listeners = {
+            threading.Thread(target=self._accept, args=(listener,), daemon=True): listener
+            for listener in (far, near)
+        }
+        for thread in self._listeners:
+            thread.start()
 
     def close(self) -> None:
-        """Stops listening."""
-        for listener in self._listeners:
-            with contextlib.suppress(OSError):  # wakes the thread
-                listener.shutdown(socket.SHUT_RDWR)
+        """Cuts readers off, and ends the threads: one that computes with tensors while the
+        interpreter ends would abort the process. Safe to call twice."""
+        self._is_closed = True
+        for sockets in (self._listeners, self._readers):  # no listener adds readers any more
+            for thread, each in list(sockets.items()):
+                with contextlib.suppress(OSError):  # wakes the thread
+                    each.shutdown(socket.SHUT_RDWR)
+                thread.join()
+        for listener in self._listeners.values():
             listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while not self._is_closed:
+            try:
                 connection, _ = listener.accept()
-                if not self._places.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError:  # closed, or there are too many descriptors
+                time.sleep(_RETRY_S)
+                continue
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            self._readers[thread] = connection
+            thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         is_near = connection.family == socket.AF_UNIX
@@ -166,6 +183,7 @@ class _Server:
         except (OSError, PeerError) as error:
             _log.info("a reader of KV blocks is cut off: %s", error)
         finally:
+            self._readers.pop(threading.current_thread(), None)
             self._places.release()
 
     def _send_blocks(
@@ -207,8 +225,8 @@ class _Server:
             self._name_places(connection, names, identity)
 
 
-class PeerConnector:
-    """Reads blocks of other servers, and serves the host's. Implements `KVConnector`."""
+class PeerConnector(KVConnector):
+    """Reads blocks of other servers, and serves the host's."""
 
     def __init__(
         self,
@@ -220,6 +238,7 @@ class PeerConnector:
     ):
         """`address` is where blocks are served; None: nowhere. `rank` is the number of this rank in
         its engine. Raises OSError."""
+        super().__init__()
         self._rank = rank
         self._host, self._key, self._identify = host, key, identify
         self._identity = identify()
@@ -228,7 +247,6 @@ class PeerConnector:
         self._server = None
         if address is not None:
             self._server = _Server(address, host, self._index, key, self._identity, self._nixl)
-        self._reads = PendingReads()
         self._threads = ThreadPoolExecutor(_READERS, "kv-peer")
         self._lock = threading.Lock()
         self._links: dict[str, list[PeerLink]] = {}
@@ -300,18 +318,9 @@ class PeerConnector:
         nixl = self._nixl if time.monotonic() >= self._plain.get(source, 0.0) else None
         return PeerLink((host, port + self._rank), self._key, self._identity, nixl)
 
-    @property
-    def has_reads(self) -> bool:
-        """See `KVConnector.has_reads`."""
-        return bool(self._reads)
-
-    def take_read(self, max_wait_s: float = 0.0) -> list[Ended]:
-        """See `KVConnector.take_read`."""
-        return self._reads.take(max_wait_s)
-
     def close(self) -> None:
         """See `KVConnector.close`."""
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
         if self._server is not None:
             self._server.close()
         self._close_links()

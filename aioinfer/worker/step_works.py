@@ -254,6 +254,11 @@ class StepWorks:
         for work in self.all:
             work.begin_service()
 
+    def close(self) -> None:
+        """Calls `WorkerFeature.close`."""
+        for work in self.all:
+            work.close()
+
     def dummy_sections(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Section]:
         """Returns the sections of a warm-up step; see `WorkerFeature.dummy_section`."""
         found = [work.dummy_section(slots, lengths) for work in self.all]

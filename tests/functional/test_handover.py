@@ -124,9 +124,6 @@ async def servers(folder: Path, **settings: Any) -> AsyncIterator[Servers]:
             await gateway.stop()
             for server in (prefill, decode):
                 await server.stop()
-                for work in _works(server):
-                    for connector in work.connectors.values():
-                        await asyncio.to_thread(connector.close)
 
 
 async def _addresses(server: ReplicaServer) -> list[Any]:
@@ -215,7 +212,7 @@ async def test_a_lost_or_slow_server_costs_time_alone(
         assert found.loaded() == before
         work.connectors[1]._index.find = find
         # a server whose port for blocks is gone while it still computes prompts
-        work.connectors[1]._server.close()
+        await asyncio.to_thread(work.connectors[1]._server.close)
         (reading,) = _works(found.decode)
         for links in reading.connectors[1]._links.values():
             for link in links:
@@ -228,6 +225,16 @@ async def test_a_lost_or_slow_server_costs_time_alone(
         assert await found.generate(PROMPTS[0]) == expected
         assert await found.generate(prompt) == first
         found.check()
+
+
+async def test_a_server_that_ends_gives_its_address_up(folder: Path) -> None:
+    """Its process goes on."""
+    texts = []
+    for _ in range(2):
+        async with servers(folder) as found:
+            texts.append(await found.generate(PROMPTS[0]))
+            assert found.loaded() > 0
+    assert texts[0] == texts[1]
 
 
 async def test_the_command(folder: Path) -> None:

@@ -112,6 +112,11 @@ class Work(WorkerFeature):
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cache.peer_address cannot be used: {error}") from error
 
+    def close(self) -> None:
+        """See `WorkerFeature.close`."""
+        for connector in self.connectors.values():
+            connector.close()
+
     def begin(self, plan: StepPlan) -> None:
         """See `WorkerFeature.begin`."""
         copies, moves = self.copies, plan.section(KVMoves)
