@@ -48,8 +48,8 @@ def engine_settings(**settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def inline_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
-    """An engine in this process unless `settings` differ; checks its device, and its scheduler at
-    the end."""
+    """An engine in this process unless `settings` differ; checks its device, and at the end its
+    scheduler and that no kernel was compiled while it served."""
     ahead = planning_ahead(settings)
     merged = engine_settings(**{"parallel__executor": "inline"} | settings)
     with ahead, LLM(str(folder), settings=merged, progress=False) as llm:
@@ -57,6 +57,9 @@ def inline_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
         assert ("cpu" in engine.report.device) == (merged["parallel.device"] == "cpu")
         yield llm
         engine.scheduler.check_integrity()
+        inline = engine._workers.executor
+        if isinstance(inline, InlineExecutor) and inline._worker.compilations is not None:
+            check_nothing_was_compiled(llm)
 
 
 def worker_of(llm: LLM) -> Worker:
