@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchlib.quantized_folder import (
     round_to_groups,
 )
 from tests.mtp_models import mtp_model
-from tests.tiny_models import tiny_model
+from tests.tiny_models import STATE_FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
 OUT, IN = 48, 192
@@ -313,13 +314,8 @@ UNQUANTIZED = (
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("qwen3_next", "gptq"), ("qwen3_5_text", "packed"), ("lfm2", "gptq"), ("bamba", "packed"),
-        ("granitemoehybrid", "gptq"), ("falcon_h1", "packed"), ("nemotron_h", "gptq"),
-        ("kimi_linear", "packed"),
-    ],
-)  # fmt: skip
+    ("family", "name"), [*zip(STATE_FAMILIES, cycle(("gptq", "packed")), strict=False)]
+)
 def test_layers_with_states(family: str, name: str, tmp_path: Path):
     dense = tiny_model(family, tmp_path / "dense", hidden_size=64)
     kept = "|".join(map(re.escape, UNQUANTIZED))

@@ -29,7 +29,7 @@ from aioinfer.models.registry import build_model
 from tests.gpu.random_models import random_model
 from tests.paged_model import PagedModel, load_model, model_options
 from tests.scaled_models import Layout, layouts, set_config, write, write_dequantized
-from tests.tiny_models import tiny_model
+from tests.tiny_models import STATE_FAMILIES, tiny_model
 
 #: Blocks that divide neither the weights nor what ranks have of them.
 LAYOUTS = layouts((16, 24))
@@ -114,13 +114,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "int channel"])
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "granitemoehybrid", "falcon_h1",
-        "nemotron_h", "kimi_linear",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 def test_layers_with_states(family: str, name: str, tmp_path: Path) -> None:
     """Rates and decays of the delta rule are not quantized, and so are a product of their own;
     Falcon-H1's multipliers are multiplied with the scales."""

@@ -20,6 +20,11 @@ FAMILIES = (
     "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss",
     "stablelm",
 )  # fmt: skip
+#: Those with layers that keep a state of a sequence beside keys, or instead of them.
+STATE_FAMILIES = (
+    "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h",
+    "kimi_linear",
+)  # fmt: skip
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 #: Fields of families whose defaults would leave what they are for without effect on small models.
 _LATENT: dict[str, Any] = {
