@@ -71,8 +71,9 @@ class _RecentPictures:
         return self._pictures.get(key)
 
     def add(self, key: _Key, picture: ProcessedPicture) -> None:
-        """Adds a picture, unless another request has added it; others make room."""
-        if key in self._pictures:
+        """Adds a picture, unless another request has added it; others make room, if it fits at
+        all."""
+        if key in self._pictures or picture.pixels.nbytes > _MAX_RECENT_BYTES:
             return
         self._pictures[key] = picture
         self.nbytes += picture.pixels.nbytes

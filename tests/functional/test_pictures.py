@@ -386,7 +386,8 @@ async def reader(
 async def test_a_repeated_picture_is_not_decoded_again(
     sighted: Served, reader: pictures.PictureReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The least recently used go where all do not fit."""
+    """The least recently used go where all do not fit, and none for one that does not fit
+    alone."""
     decoded = []
     decode = pictures.decode_picture
 
@@ -396,8 +397,8 @@ async def test_a_repeated_picture_is_not_decoded_again(
 
     monkeypatch.setattr(pictures, "decode_picture", counted)
 
-    async def text_of(number: int) -> str:
-        messages = conversation(picture(90, 80, number), TEXT)
+    async def text_of(number: int, width: int = 90) -> str:
+        messages = conversation(picture(width, 80, number), TEXT)
         fields = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
         reply = await sighted.post(CHAT, messages=messages, **fields)
         content: str = reply["choices"][0]["message"]["content"]
@@ -412,8 +413,11 @@ async def test_a_repeated_picture_is_not_decoded_again(
     monkeypatch.setattr(pictures, "_MAX_RECENT_BYTES", 2 * each)
     for number in (3, 1, 2):  # 3 displaces 2, and 2 displaces 3
         await text_of(number)
-    assert len(decoded) == 6
+    await text_of(4, width=800)
+    assert len(decoded) == 7
     assert reader._recent.nbytes == 2 * each
+    await text_of(1)
+    assert len(decoded) == 7
 
 
 async def freed(reader: pictures.PictureReader) -> None:
