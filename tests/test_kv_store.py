@@ -321,6 +321,22 @@ def test_the_host_is_divided_like_the_device() -> None:
 # ---------------------------------------------------------------- the disk
 
 
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_block_that_is_computed_while_it_is_read_has_one_place(is_published: bool) -> None:
+    """Its read ends before it is saved."""
+    stored, block_hash = StoredBlocks(4), b"x" * 16
+    place = stored.begin_read()
+    stored.note(block_hash, 7)
+    if is_published:
+        stored.publish()
+    stored.end_read(block_hash, place, is_whole=True)
+    stored.check_integrity({block_hash: 7})
+    stored.publish()
+    assert [move.block for move in stored.take_saves(0)] == [7]
+    stored.check_integrity({block_hash: 7})
+    assert len(stored) == 1
+
+
 def make_disk_harness(groups: tuple[KVGroup, ...] = (FULL,), num_files: int = 500) -> Harness:
     """The host has room for the blocks of one request and a half."""
     places = tuple(8 if group.keeps_states else 30 for group in groups)

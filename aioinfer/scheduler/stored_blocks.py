@@ -58,7 +58,7 @@ class StoredBlocks:
         """Whether the host has the block of a hash."""
         return block_hash in self._places
 
-    def expects(self, block_hash: bytes) -> bool:
+    def expects(self, block_hash: bytes | None) -> bool:
         """Whether the block of a hash is to be saved."""
         return block_hash in self._noted or block_hash in self._due
 
@@ -134,9 +134,11 @@ class StoredBlocks:
         return self._take_place()
 
     def end_read(self, block_hash: bytes | None, place: int, *, is_whole: bool) -> None:
-        """Enters a block that a connector has read; without a hash, no request may use it."""
+        """Enters a block that a connector has read; without a hash, no request may use it. One that
+        was computed meanwhile is on the device, and is here or gets its place when it is saved."""
         self._num_reading -= 1
-        if block_hash is not None and is_whole and block_hash not in self._places:
+        is_wanted = is_whole and not (block_hash in self._places or self.expects(block_hash))
+        if block_hash is not None and is_wanted:
             self._places[block_hash] = place
         else:
             self._free.append(place)
