@@ -9,6 +9,7 @@ number of its shape, although a kernel has few shapes and few types: here these 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +21,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-#: The global names (by `id`) of functions that were called since the last launch.
+#: The global names of functions that were called since the last launch, and the modules and classes
+#: whose functions were replaced, by `id`.
 _prepared: set[int] = set()
 #: Types whose numbers stay what they are in every operation with numbers of the same type.
 _KEPT = frozenset({"fp32", "fp64", "int1", "int8", "int16", "int32", "int64"})
@@ -39,7 +41,7 @@ def install() -> None:
     options = interpreter.interpreter_builder.options
     object.__setattr__(options, "sanitize_overflow", False)
     interpreter._get_np_dtype = _get_numpy_type
-    interpreter._patch_attr = _replace
+    interpreter._patch_builtin = _replace_functions
     core.block_type.__init__ = _describe_block
     core.tensor.__init__ = _describe_tensor
     TritonSemantic.broadcast_impl_value = _broadcast_operands
@@ -64,15 +66,31 @@ def _call_function(function: Any, *arguments: Any, **options: Any) -> Any:
         raise interpreter.InterpreterError(repr(error)) from error
 
 
-def _replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Stands in for `_patch_attr`: gives a function of the language the interpreter's semantics."""
+#: The functions of the language by their names, as they were before any launch.
+_functions: dict[Any, list[tuple[str, Any]]] = {
+    owner: [each for each in inspect.getmembers(owner) if core.is_builtin(each[1])]
+    for owner in (tl, core, tl.math, core.tensor, core.tensor_descriptor_base)
+}
+
+
+def _replace_functions(owner: Any, builder: Any, scope: Any) -> None:
+    """Stands in for `_patch_builtin`: gives the functions of a module or class of the language the
+    interpreter's semantics."""
+    if id(owner) not in _prepared:
+        _prepared.add(id(owner))
+        for name, member in _functions[owner]:
+            scope.set_attr(owner, name, _interpreted(member, builder))
+
+
+@cache
+def _interpreted(member: Any, builder: Any) -> Callable[..., Any]:
     semantic = _semantic_of(builder)
 
     def call(*arguments: Any, **options: Any) -> Any:
         options["_semantic"] = semantic
         return member(*arguments, **options)
 
-    scope.set_attr(owner, name, call)
+    return call
 
 
 @cache
@@ -94,8 +112,9 @@ def _get_numpy_type(kind: Any) -> np.dtype[Any]:
 
 
 @cache
-def _shape_of(numbers: tuple[int, ...]) -> tuple[Any, int, tuple[Any, Any]]:
-    """Returns a block's shape, its number of elements, and both as a tensor has them.
+def _block_of(numbers: tuple[int, ...], element: str) -> tuple[Any, int, tuple[Any, Any], str]:
+    """Returns a block's shape, its number of elements, both as a tensor has them, and the name of
+    its type.
 
     Raises:
         ValueError: a number is no power of two, or there are too many elements.
@@ -103,16 +122,19 @@ def _shape_of(numbers: tuple[int, ...]) -> tuple[Any, int, tuple[Any, Any]]:
     if not numbers:
         raise TypeError("0d block_type is forbidden")
     count = core.validate_block_shape(numbers)
-    in_tensor = core.tuple([tl.constexpr(number) for number in numbers])
-    return core.tuple(list(numbers)), count, (in_tensor, tl.constexpr(math.prod(numbers)))
+    in_tensor = (
+        core.tuple([tl.constexpr(number) for number in numbers]),
+        tl.constexpr(math.prod(numbers)),
+    )
+    return core.tuple(list(numbers)), count, in_tensor, f"<{numbers}, {element}>"
 
 
 def _describe_block(kind: Any, element_ty: Any, shape: Any) -> None:
     """Stands in for `block_type.__init__`."""
-    numbers = tuple(core._unwrap_if_constexpr(number) for number in shape)
+    numbers = tuple([each.value if isinstance(each, tl.constexpr) else each for each in shape])
     kind.element_ty = element_ty
-    kind.shape, kind.numel, kind.in_tensor = _shape_of(numbers)
-    kind.name = f"<{numbers}, {element_ty.name}>"
+    described = _block_of(numbers, element_ty.name)
+    kind.shape, kind.numel, kind.in_tensor, kind.name = described
 
 
 def _describe_tensor(tensor: Any, handle: Any, kind: Any) -> None:
