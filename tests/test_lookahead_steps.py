@@ -38,19 +38,24 @@ PARAMS = (
 )
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *STATE_FAMILIES])
-def test_drafts_do_not_change_the_text(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        *zip(FAMILIES, (4, 4, 1), strict=True),
+        *zip(STATE_FAMILIES, (4, 1, 4, 1, 4), strict=True),
+    ],
+)
+def test_drafts_do_not_change_the_text(family: str, most: int, tmp_path: Path) -> None:
     folder = tiny_model(family, tmp_path, vocab_size=200)
     prompts = prompts_that_begin_alike(12)
     plain, _ = generate(folder, prompts, params=PARAMS)
     assert plain[::6] == expected_outputs(folder, prompts[::6])
     assert len({tuple(output) for output in plain}) == len(prompts)
     texts = [prompt + output for prompt, output in zip(prompts, plain, strict=True)]
-    for most in (1, 4):
-        ahead = RandomLookahead(most)
-        outputs, _ = generate(folder, prompts, params=PARAMS, ahead=ahead, texts=texts)
-        assert outputs == plain
-        assert ahead.num_rows > ahead.num_kept > len(prompts) * NEW_TOKENS // 8
+    ahead = RandomLookahead(most)
+    outputs, _ = generate(folder, prompts, params=PARAMS, ahead=ahead, texts=texts)
+    assert outputs == plain
+    assert ahead.num_rows > ahead.num_kept > len(prompts) * NEW_TOKENS // 8
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ cut and batched."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -395,16 +396,26 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, fields = CASES[request.param]
-    folder = tiny_model(family, tmp_path_factory.mktemp("model"), vocab_size=VOCAB, **fields)
+@pytest.fixture(scope="module")
+def make_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Makes each case once, whatever lists of them tests have."""
+    return cache(lambda name: _make_case(name, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, make_case: Callable[[str], Case]) -> Case:
+    return make_case(request.param)
+
+
+def _make_case(name: str, folder: Path) -> Case:
+    family, fields = CASES[name]
+    tiny_model(family, folder, vocab_size=VOCAB, **fields)
     theirs = reference_model(folder)
-    if request.param == "dynamic":  # the factor of the longest text, from the start
+    if name == "dynamic":  # the factor of the longest text, from the start
         rotary = theirs.model.rotary_emb
         rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs.config, seq_len=4 * 64)
         rotary.rope_type = "default"
-    block_size = (1, 16, 64)[list(CASES).index(request.param) % 3]
+    block_size = (1, 16, 64)[list(CASES).index(name) % 3]
     return Case(block_size, folder, load_model(folder, SINGLE), theirs, reference_logits(theirs))
 
 

@@ -5,7 +5,8 @@ of odd lengths, prefix hits, preemption, forks, and over two ranks or stages."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,10 +88,20 @@ def params() -> Iterator[Any]:
         yield pytest.param(name, marks=marks)
 
 
-@pytest.fixture(scope="module", params=params())
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, fields = CASES[request.param]
-    folder = tiny_model(family, tmp_path_factory.mktemp("model"), **fields)
+@pytest.fixture(scope="module")
+def make_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Makes each case once, whatever lists of them tests have."""
+    return cache(lambda name: _make_case(name, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(params=params())
+def case(request: pytest.FixtureRequest, make_case: Callable[[str], Case]) -> Case:
+    return make_case(request.param)
+
+
+def _make_case(name: str, folder: Path) -> Case:
+    family, fields = CASES[name]
+    tiny_model(family, folder, **fields)
     rng, model = random.Random(5), reference_model(folder)
     prompts = prefixes(rng)
     others = [[rng.randrange(3, 500) for _ in range(63)] for _ in range(3)]

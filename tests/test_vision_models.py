@@ -4,7 +4,8 @@ however they are batched, cut, cached and preempted."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,9 +85,19 @@ ONE = pytest.mark.parametrize("saved", ["qwen3_vl", *EXTENDED], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folder = tmp_path_factory.mktemp(request.param)
-    return Saved(folder, request.param, save_model(request.param, folder), {})
+def make_saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Makes each model once, whatever lists of them tests have."""
+
+    def make(name: str) -> Saved:
+        folder = tmp_path_factory.mktemp(name)
+        return Saved(folder, name, save_model(name, folder), {})
+
+    return cache(make)
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest, make_saved: Callable[[str], Saved]) -> Saved:
+    return make_saved(request.param)
 
 
 def opened(saved: Saved, **settings: Any) -> LLM:
