@@ -126,7 +126,7 @@ def test_a_pool_of_processes_may_have_models_without_workers(tmp_path):
 
 
 def sampled(seed: int, **fields) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.9, "max_tokens": 16, "seed": seed, **fields})
+    return SamplingParams(**{"temperature": 0.9, "max_tokens": 8, "seed": seed, **fields})
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm):
