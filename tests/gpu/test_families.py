@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_settings import NEEDS_TWO, TWO_RANKS, has_graphs, inline_llm, tokens_of
 from random_models import greedy_outputs, random_model, random_prompts
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from aioinfer import SamplingParams
 
@@ -56,6 +56,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_d_head": 64,
         "mamba_d_state": 64,
         "mamba_n_groups": 1,  # transformers 5.17 norms all groups together
+    },
+    "bamba": {
+        "head_dim": 64, "num_hidden_layers": 4, "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    },
+    "falcon_h1": {
+        "head_dim": 64, "mamba_d_ssm": 1024,
+        "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    },
+    "nemotron_h": {
+        "head_dim": 128, "layers_block_type": ["linear_attention", "full_attention"] * 2,
+        "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+    },
+    "qwen3_next": {
+        "head_dim": 256, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+    },
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_heads": 8, "linear_head_dim": 128, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "moe_intermediate_size": 256,
     },
     "gpt2": {"head_dim": 64, "n_inner": 1024, "initializer_range": 0.1},
     "hunyuan_v1_dense": {"head_dim": 64},
@@ -126,7 +149,11 @@ class Case(NamedTuple):
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: An older version of transformers does not have all of them.
+KNOWN = [name for name in MODELS if name.split()[0].removesuffix("_text") in CONFIG_MAPPING]
+
+
+@pytest.fixture(scope="module", params=KNOWN)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name = request.param
     return make_case(name, tmp_path_factory.mktemp("model"), "cuda")
@@ -202,7 +229,8 @@ def logprobs_of(
 
 def check_rounding(case: Case, device: str) -> None:
     """Of the log-probabilities of the tokens that the engine found likeliest: the first come from
-    prefill, the others from decodes."""
+    prefill, the others from decodes. And as many of these tokens as with transformers are those of
+    float32, but for a few of 192."""
     settings = {"parallel__device": device, "model__dtype": "bfloat16"}
     with inline_llm(case.folder, **settings) as llm:
         outputs = llm.generate(case.prompts, replace(GREEDY, logprobs=TOP))
@@ -212,16 +240,22 @@ def check_rounding(case: Case, device: str) -> None:
     sequences = [
         prompt + output.token_ids[:-1] for prompt, output in zip(case.prompts, outputs, strict=True)
     ]
-    exact, theirs = (
-        logprobs_of(case.folder, dtype, device, sequences).gather(-1, tokens)
+    every = [
+        logprobs_of(case.folder, dtype, device, sequences)
         for dtype in (torch.float32, torch.bfloat16)
-    )
+    ]
+    exact, theirs = (each.gather(-1, tokens) for each in every)
+    likeliest, of_theirs = (each.argmax(-1) for each in every)
+    agreed = [int((each == likeliest).sum()) for each in (tokens[..., 0], of_theirs)]
+    assert agreed[0] >= agreed[1] - 0.03 * likeliest.numel(), agreed
     for steps in (slice(0, 1), slice(1, None)):
         error, limit = ((x - exact)[:, steps].norm() for x in (ours, theirs))
         assert error <= 1.5 * limit
-    # else the comparison says little: small random models of some families round very badly
+    # else the comparison says little: small random models of some families round very badly, and
+    # those of others choose other experts
     config = (case.folder / "config.json").read_text("utf-8")
-    spread = 1.0 if '"gemma3n' in config or '"gemma4' in config else 0.2
+    rounds_badly = ('"gemma3n', '"gemma4', '"qwen3_next', '"kimi_linear')
+    spread = 1.0 if any(name in config for name in rounds_badly) else 0.2
     assert (theirs - exact).norm() < spread * (exact - exact.mean()).norm()
 
 
