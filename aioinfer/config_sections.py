@@ -279,7 +279,8 @@ class SpeculationConfig:
 
     method: DraftMethod = key(
         "Where drafts come from. `ngram`: from the request's own prompt and output, behind an "
-        "earlier occurrence of its last tokens; for tasks that repeat their input. `draft`: from a "
+        "earlier occurrence of its last tokens, and from outputs of other requests; for tasks that "
+        "repeat their input. All other methods draft so, too, behind long matches. `draft`: from a "
         "smaller model of the same tokenizer, `speculation.model`. `eagle3`: from an EAGLE-3 head "
         "that was trained for the model, `speculation.model`. `mtp`: from the head for further "
         "tokens that the model's own checkpoint has. `auto`: `eagle3` or `draft` where "

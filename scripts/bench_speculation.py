@@ -1,13 +1,15 @@
 r"""Compares speculation with plain decoding on a CPU: tokens a second, steps and kept drafts, of
-tasks that repeat their prompt and of one that does not.
+tasks that repeat their prompt, of tasks that repeat the answer of a request before them, and of one
+that repeats nothing.
 
     python scripts/bench_speculation.py --streams 4
     python scripts/bench_speculation.py --model FOLDER --tokens 400 --rounds 5
 
 Two engines in this process, one of them with n-gram drafts, generate each task in turns, whatever
-the model writes. The best round of each counts. Seconds are of the processor, since both engines
-run in this process on one thread: they stay the same beside other load. "ratio" is with speculation
-over without; "same text" whether all rounds gave the same tokens.
+the model writes. Each round begins with an empty prefix cache, and, where a task has one, with the
+request before it, which is not measured. The best round of each counts. Seconds are of the
+processor, since both engines run in this process on one thread: they stay the same beside other
+load. "ratio" is with speculation over without; "same text" whether all rounds gave the same tokens.
 """
 
 from __future__ import annotations
@@ -45,26 +47,44 @@ class Round:
 
 #: What the tasks repeat.
 CODE = inspect.getsource(Round)
-#: The prompts, and how the answers are sampled.
-TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+EDIT = f"Rename `seconds` to `duration` in this code and write all of it:\n```python\n{CODE}\n```"
+CLASS = "Write a Python class for a cache that keeps the values that were used last"
+#: The prompts, how the answers are sampled, and the prompt of the request before each task.
+TASKS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "repeat code": (
         f"Repeat this code exactly, without any change:\n```python\n{CODE}\n```",
         {"temperature": 0.0},
+        None,
     ),
-    "edit code": (
-        f"Rename `seconds` to `duration` in this code and write all of it:\n```python\n{CODE}\n```",
+    "edit code": (EDIT, {"temperature": 0.0}, None),
+    "write a class": (f"{CLASS}.", {"temperature": 0.0}, None),
+    "write it again": (f"{CLASS}.", {"temperature": 0.0}, f"{CLASS}."),
+    "write it for another prompt": (
+        f"{CLASS}, and use type hints.",
         {"temperature": 0.0},
+        f"{CLASS}.",
     ),
+    "write it at temperature 0.7, behind another": (f"{CLASS}.", {"temperature": 0.7}, f"{CLASS}."),
     "story at temperature 1.3": (
         "Write a story about a lighthouse keeper and a storm.",
         {"temperature": 1.3},
+        None,
+    ),
+    "the same, behind another": (
+        "Write a story about a lighthouse keeper and a storm.",
+        {"temperature": 1.3},
+        "Write a story about a lighthouse keeper and a storm.",
     ),
 }
 
 
 def run_task(llm: LLM, task: str, streams: int, tokens: int) -> Round:
     """Generates a task with an engine, `tokens` tokens in each of `streams` streams."""
-    prompt, fields = TASKS[task]
+    prompt, fields, before = TASKS[task]
+    llm.frontend.reset_prefix_cache()
+    if before is not None:
+        other = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+        llm.chat([{"role": "user", "content": before}], other, use_tqdm=False)
     params = [
         SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed, **fields)
         for seed in range(streams)

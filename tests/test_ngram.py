@@ -22,6 +22,7 @@ from aioinfer.features.speculation.ngram import (
     SHORT,
     find_drafts,
     find_match,
+    kind_of,
 )
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.features.speculation.worker import Work
@@ -66,19 +67,23 @@ def test_the_match_is_as_long_as_the_suffix_that_is_found(tokens: list[int]) -> 
         ),
         0,
     )
-    expected = NONE if not length else SHORT if length < 4 else LONG
-    assert find_match(array("i", tokens)) == expected
-    if length < MAX_SUFFIX:
-        expected = NONE  # a drafter's drafts go before those of shorter matches
-    assert find_match(array("i", tokens), min_suffix=MAX_SUFFIX) == expected
+    assert find_match(array("i", tokens)) == length
+
+
+def test_kinds_of_matches() -> None:
+    """A drafter's drafts go before those of matches that are not as long as any."""
+    kinds = [kind_of(size) for size in (0, MIN_SUFFIX, 3, 4, MAX_SUFFIX)]
+    assert kinds == [NONE, SHORT, SHORT, LONG, LONG]
+    kinds = [kind_of(size, MAX_SUFFIX) for size in (0, MIN_SUFFIX, MAX_SUFFIX - 1, MAX_SUFFIX)]
+    assert kinds == [NONE, NONE, NONE, LONG]
 
 
 def test_matches_are_looked_for_in_a_prediction_and_in_the_end_of_a_text() -> None:
     tokens = array("i", [1, 2, 3, 4, *range(9, 9 + MAX_TEXT), 1, 2, 3, 4])
-    assert find_match(tokens) == NONE
-    assert find_match(tokens, np.array([2, 3, 4, 5], np.int32)) == SHORT
-    assert find_match(tokens[4:]) == NONE
-    assert find_match(tokens[-MAX_TEXT:] + tokens[-6:]) == LONG
+    assert find_match(tokens) == 0
+    assert find_match(tokens, np.array([2, 3, 4, 5], np.int32)) == 3
+    assert find_match(tokens[4:]) == 0
+    assert find_match(tokens[-MAX_TEXT:] + tokens[-6:]) == 6
 
 
 def test_a_predicted_text_goes_before_the_tokens() -> None:

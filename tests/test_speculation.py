@@ -22,7 +22,7 @@ from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.request import Finish, Request
 from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.scheduler.steps import Row
 from tests.test_scheduler import make_request
@@ -80,13 +80,13 @@ class Metrics:
 
 
 def make_planning(
-    measured=(), method: str = "ngram", others: str = "", stages: int = 1
+    measured=(), method: str = "ngram", others: str = "", stages: int = 1, **settings: object
 ) -> Planning:
     """Returns the choice beside a feature of another package, if one is named."""
     config = load_config(
         overrides={"model.path": "m", "speculation.method": method,
                    "speculation.max_draft_tokens": MOST, "model.features": [others] * bool(others),
-                   "parallel.pipeline_parallel_size": stages}
+                   "parallel.pipeline_parallel_size": stages, **settings}
     )  # fmt: skip
     limits = SimpleNamespace(step_times=measured, max_lookahead=384)
     scheduler = SimpleNamespace(limits=limits, running=[None])
@@ -341,6 +341,56 @@ def test_predicted_texts_are_sent_over_several_plans_and_again_after_a_preemptio
     requests[5].num_interruptions += 1
     assert planning.drafts(requests[3], 2) == [0, 0]
     assert sent() == [3, 5]
+
+
+def ended(planning: Planning, tokens: list[int], prompt_len: int = 1, reason: str = "stop") -> None:
+    request = make_request("ended", tokens[:prompt_len], 999)
+    request.tokens.extend(tokens[prompt_len:])
+    request.end(Finish(reason))
+    planning.note_end(request)
+
+
+def test_the_text_of_another_request_is_sent_where_a_request_has_no_match() -> None:
+    """At its first step, again when it goes on as yet another text, and not with each step."""
+    planning = make_planning(start_times(of_cpu))
+    first, other = [*range(100, 140)], [*range(200, 240)]
+    ended(planning, first, prompt_len=20)
+    ended(planning, other)
+    request = make_request("a", first[:20], 999)
+
+    def sent() -> list[int] | None:
+        planning.lookahead([request])
+        section = planning.plan([Row(request, use, 0, 1, 0) for use in request.uses])
+        return None if section is None else section.tokens.tolist()
+
+    assert sent() == first[13:]
+    assert planning._known(request).match == LONG
+    assert planning.drafts(request, 2) == first[20:22]
+    for token in first[20:24]:
+        request.tokens.append(token)
+        assert sent() is None
+    request.tokens.extend([1, 2, 3, *other[:14]])
+    assert sent() == other[7:]
+    assert planning.drafts(request, 2) == other[14:16]
+    assert len(request.uses) == 1
+    assert request.use(Predicted) is None
+
+
+@pytest.mark.parametrize("why", ["no prefix cache", "prediction", "error", "own text", "beams"])
+def test_no_text_of_another_request_is_used(why: str) -> None:
+    """Without a prefix cache, where the client has predicted a text, of a request that ended with
+    an error, where the text itself has the match, and in a beam search."""
+    settings = {"cache.enable_prefix_caching": False} if why == "no prefix cache" else {}
+    planning, text = make_planning(start_times(of_cpu), **settings), [*range(100, 140)]
+    ended(planning, text, reason="error" if why == "error" else "stop")
+    request = make_request("a", text[:20] * (2 if why == "own text" else 1), 999)
+    if why == "prediction":
+        request.uses = (Predicted(np.array([1], np.int32)),)
+    if why == "beams":
+        request.uses = (Beam(None),)
+    before = request.uses
+    planning.lookahead([request])
+    assert request.uses == before
 
 
 def test_nothing_is_planned_before_any_step_was_measured() -> None:

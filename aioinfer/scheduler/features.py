@@ -164,6 +164,9 @@ class StepFeature:
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """Notes that of `rows` lookahead rows of a request in a step `kept` were kept."""
 
+    def note_end(self, request: Request) -> None:
+        """Notes that a request has ended. Called if the feature `looks_ahead`."""
+
     def note_step(self, num_rows: int, seconds: float, has_lookahead: bool) -> None:
         """Notes how long a step of decodes took that had `num_rows` rows, and whether its plan had
         `LookaheadRows`. Called if the feature `looks_ahead`."""
@@ -316,3 +319,5 @@ class StepFeatures:
         """Notes that a request has ended."""
         for use in request.uses:
             self._by_name[use.feature].drop(request)
+        if self.ahead is not None:
+            self.ahead.note_end(request)

@@ -479,8 +479,7 @@ class Scheduler:
 
     def _end(self, request: Request, finish: Finish) -> None:
         request.end(finish)
-        if request.uses:
-            self.features.drop(request)
+        self.features.drop(request)
         if request.num_cached < 0:
             self._fair_queuing.drop(request)
         else:

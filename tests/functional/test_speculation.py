@@ -227,6 +227,60 @@ def test_a_predicted_output_is_taken_in_few_steps(folder: Path, plain: LLM) -> N
         assert accepted > 6 * 0.6 * TOKENS
 
 
+TWO_STAGES = {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cache__num_blocks": 32}, {"scheduler__max_num_seqs": 2}, TWO_STAGES],
+    ids=str,
+)
+def test_what_another_request_had_for_an_answer_is_taken_in_few_steps(
+    folder: Path, settings: Any, plain: LLM
+) -> None:
+    """Texts that do not repeat themselves, some under a grammar; then once more."""
+    prompts = random_prompts([15, 16, 17, 18, 19, 20], VOCAB_SIZE)
+    fields: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.2}
+    grammar = {"grammar": GrammarSpec("regex", r"[\x01-\x38]{48}")}
+    params = [
+        SamplingParams(seed=seed, **fields, **(grammar if seed % 2 else {})) for seed in range(6)
+    ]
+    wanted = [output.completions for output in plain.generate(prompts, params)]
+    kept: list[int] = []
+    with running(folder, speculation__method="ngram", **settings) as llm:
+        for _ in range(2):
+            before = llm.frontend.engines[0].metrics.counts[ACCEPTED]
+            for found, expected in zip(llm.generate(prompts, params), wanted, strict=True):
+                check(found.completions, expected)
+            kept.append(llm.frontend.engines[0].metrics.counts[ACCEPTED] - before)
+        if "cache__num_blocks" in settings:
+            assert llm.frontend.stats()["preemptions"] > 1
+    assert kept[0] < 0.15 * 6 * TOKENS
+    assert kept[1] > 0.5 * 6 * TOKENS
+
+
+async def kept_of(llm: LLM, salt: str) -> int:
+    """How many drafts are kept of a request under a salt."""
+    before = llm.frontend.engines[0].metrics.counts[ACCEPTED]
+    (prompt,) = random_prompts([20], VOCAB_SIZE)
+    params = SamplingParams(temperature=1.2, seed=4, max_tokens=TOKENS, ignore_eos=True)
+    output = await llm.frontend.submit(prompt, params, cache_salt=salt)
+    await output.collect()
+    return llm.frontend.engines[0].metrics.counts[ACCEPTED] - before
+
+
+def test_tenants_do_not_get_drafts_from_each_other(folder: Path) -> None:
+    """The same request under a salt and another, and after the prefix cache was emptied."""
+    with running(folder, speculation__method="ngram") as llm:
+        kept = [llm.run(kept_of(llm, salt)) for salt in ("a", "b", "", "a", "b", "")]
+        llm.frontend.reset_prefix_cache()
+        kept.append(llm.run(kept_of(llm, "a")))
+    assert max(kept[:3] + kept[6:]) < 0.15 * TOKENS
+    assert min(kept[3:6]) > 0.5 * TOKENS
+    with running(folder, speculation__method="ngram", cache__enable_prefix_caching=False) as llm:
+        assert max(llm.run(kept_of(llm, "")) for _ in range(2)) < 0.15 * TOKENS
+
+
 async def abort_some(llm: LLM, stop: str) -> dict[int, str]:
     """The texts of every other request; the others are aborted once they have some tokens."""
     prompts, params = requests(stop)
@@ -291,6 +345,22 @@ def test_lost_workers(
 ) -> None:
     monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
     with speculating(folder) as llm:
+        found = llm.run(run_with_loss(llm, stop))
+        assert found == [completions[0].token_ids for completions in expected]
+        assert llm.frontend.engines[0].metrics.restarts == 1
+
+
+def test_aborts_and_lost_workers_with_texts_of_other_requests(
+    folder: Path,
+    expected: list[list[CompletionOutput]],
+    stop: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    with speculating(folder) as llm:
+        llm.generate(*requests(stop))
+        for index, text in llm.run(abort_some(llm, stop)).items():
+            assert text == expected[index][0].text
         found = llm.run(run_with_loss(llm, stop))
         assert found == [completions[0].token_ids for completions in expected]
         assert llm.frontend.engines[0].metrics.restarts == 1

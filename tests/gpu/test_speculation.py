@@ -4,7 +4,7 @@ and for known ones, right and wrong; and that nothing is compiled while serving.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +253,30 @@ def test_predicted_texts_are_kept(folder: Path, expected: list[Output]) -> None:
             kept, drafts = counts[ACCEPTED] - kept, counts[DRAFT_TOKENS] - drafts
             shares.append(kept / drafts)
     assert shares[0] > max(0.6, shares[1]), shares
+
+
+def test_what_another_request_had_for_an_answer_is_kept(
+    folder: Path, expected: list[Output]
+) -> None:
+    """The same requests once more: their texts reach the workers while they run."""
+    settings = {"speculation__method": "ngram", "cache__enable_prefix_caching": True}
+    with running(folder, **settings) as llm:
+        planning = look_always_ahead(llm)
+        always_ahead = planning.lookahead
+
+        def look(decodes: Sequence[Request]) -> Mapping[Request, int] | None:
+            planning._look(decodes)
+            return always_ahead(decodes)
+
+        planning.lookahead = look  # type: ignore[method-assign]
+        counts, shares = llm.frontend.engines[0].metrics.counts, list[float]()
+        for _ in range(2):
+            kept, drafts = counts[ACCEPTED], counts[DRAFT_TOKENS]
+            check(llm.generate(PROMPTS, PARAMS), expected)
+            kept, drafts = counts[ACCEPTED] - kept, counts[DRAFT_TOKENS] - drafts
+            shares.append(kept / drafts)
+        check_nothing_was_compiled(llm)
+    assert shares[1] > max(0.5, shares[0]), shares
 
 
 def test_replayed_steps_are_graphs_with_lookahead(folder: Path) -> None:

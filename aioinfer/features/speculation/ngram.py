@@ -29,16 +29,20 @@ def min_suffix_of(speculation: SpeculationConfig) -> int:
     return MAX_SUFFIX if speculation.has_drafter else MIN_SUFFIX
 
 
-def find_match(
-    tokens: array[int], predicted: I32 | None = None, min_suffix: int = MIN_SUFFIX
-) -> int:
-    """Returns how long the match is behind which drafts are found that need one of `min_suffix`
-    tokens: `NONE`, `SHORT` or `LONG`."""
+def kind_of(size: int, min_suffix: int = MIN_SUFFIX) -> int:
+    """Returns how long a match of `size` tokens is, where drafts need one of `min_suffix` tokens:
+    `NONE`, `SHORT` or `LONG`."""
+    return NONE if size < min_suffix else LONG if size >= _LONG_SUFFIX else SHORT
+
+
+def find_match(tokens: array[int], predicted: I32 | None = None) -> int:
+    """Returns how many tokens the match has behind which `find_drafts` finds drafts, 0 if there is
+    none."""
     text = np.frombuffer(tokens, np.int32)[-MAX_TEXT:]
     size, _ = _longest(text, text)
     if predicted is not None:
         size = max(size, _longest(text, predicted)[0])
-    return NONE if size < min_suffix else LONG if size >= _LONG_SUFFIX else SHORT
+    return size
 
 
 def find_drafts(

@@ -38,9 +38,11 @@ from aioinfer.features.speculation.ngram import (
     NONE,
     find_drafts,
     find_match,
+    kind_of,
     min_suffix_of,
 )
 from aioinfer.features.speculation.sections import PredictedTexts
+from aioinfer.features.speculation.texts import EndedTexts
 from aioinfer.ipc.sections import I32, Section
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
 from aioinfer.scheduler.request import Request, Use
@@ -76,22 +78,46 @@ ACCEPTED_AT = "spec_accepted_at_"
 _first = itemgetter(0)
 
 
-class Predicted(Use):
-    """A text that the client has predicted for the output of a sequence, as one more source of
-    drafts.
+class DraftText(Use):
+    """A text that the output of a sequence may follow, as one more source of drafts.
 
     Attributes:
-        tokens: int32, the end of the prompt, and the text: it is expected behind that end.
-        num_kept, num_dropped: the drafts of the sequence that were kept, and that were not.
+        tokens: int32, tokens that the sequence has, and the text: it is expected behind them.
     """
 
-    __slots__ = ("_sent", "num_dropped", "num_kept", "tokens")
+    __slots__ = ("_sent", "tokens")
     feature: ClassVar[str] = "speculation"
 
     def __init__(self, tokens: I32):
+        self.replace(tokens)
+
+    def replace(self, tokens: I32) -> None:
+        """Makes it another text."""
         self.tokens = tokens
-        self.num_kept = self.num_dropped = 0
         self._sent: tuple[int, int] | None = None  # how often the request had lost its slot then
+
+    def is_sent(self, request: Request) -> bool:
+        """Whether the workers have the text for the slot of its request."""
+        return self._sent == (request.num_preemptions, request.num_interruptions)
+
+    def note_sent(self, request: Request) -> None:
+        """Notes that the workers get the text for the slot of its request."""
+        self._sent = request.num_preemptions, request.num_interruptions
+
+
+class Predicted(DraftText):
+    """A text that the client has predicted for the output.
+
+    Attributes:
+        tokens: int32, the end of the prompt, and the text.
+        num_kept, num_dropped: the drafts of the sequence that were kept, and that were not.
+    """
+
+    __slots__ = ("num_dropped", "num_kept")
+
+    def __init__(self, tokens: I32):
+        super().__init__(tokens)
+        self.num_kept = self.num_dropped = 0
 
     @classmethod
     def of(cls, submitted: SubmittedRequest) -> Predicted | None:
@@ -107,14 +133,6 @@ class Predicted(Use):
             return None
         end = np.array(submitted.tokens[-MAX_SUFFIX:], np.int32)
         return cls(np.concatenate([end, predicted.astype(np.int32)]))
-
-    def is_sent(self, request: Request) -> bool:
-        """Whether the workers have the text for the slot of its request."""
-        return self._sent == (request.num_preemptions, request.num_interruptions)
-
-    def note_sent(self, request: Request) -> None:
-        """Notes that the workers get the text for the slot of its request."""
-        self._sent = request.num_preemptions, request.num_interruptions
 
     def note(self, rows: int, kept: int) -> None:
         """Counts the drafts of a step."""
@@ -182,6 +200,9 @@ class Planning(StepFeature):
         self._num_ahead = self._num_stages if host.config.scheduler.plan_ahead else 0
         self._had_drafts = False  # the last step whose result has come
         self._looked = 0  # where in the list of requests the last search for matches ended
+        self._ended: EndedTexts | None = None
+        if self.looks_ahead and host.config.cache.enable_prefix_caching:
+            self._ended = EndedTexts()
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended
         for position in range(self._max_drafts if self.looks_ahead else 0):
@@ -199,8 +220,8 @@ class Planning(StepFeature):
 
     @staticmethod
     def _predicted(request: Request) -> I32 | None:
-        """Returns the predicted text of a request, if the workers have one."""
-        use = request.use(Predicted) if request.uses else None
+        """Returns the text that a request may follow, if the workers have one."""
+        use = request.use(DraftText) if request.uses else None
         return use.tokens if use is not None and use.is_sent(request) else None
 
     @classmethod
@@ -209,8 +230,8 @@ class Planning(StepFeature):
         return Predicted.of(submitted)
 
     def plan(self, rows: Sequence[Row]) -> Section | None:
-        """See `StepFeature.plan`. A predicted text is sent with the first token of its request, and
-        again when that has been preempted; with a later token where a plan has texts enough."""
+        """See `StepFeature.plan`. A text is sent with a row of its request, and again when that has
+        been preempted; with a later row where a plan has texts enough."""
         new: dict[int, I32] = {}
         room = _MAX_TEXT_TOKENS
         for row in rows if self.host.scheduler().limits.max_lookahead else ():
@@ -316,14 +337,29 @@ class Planning(StepFeature):
         first = self._looked % len(decodes) if len(decodes) > _NUM_LOOKED else 0
         some = [*decodes[first : first + _NUM_LOOKED]]
         self._looked = first + len(some)
-        grown = [
-            self._known(request).note_match(
-                find_match(request.tokens, self._predicted(request), self._min_suffix), self._step
-            )
-            for request in some
-            if self._allows_lookahead(request)
-        ]
+        grown = [self._look_for(request) for request in some if self._allows_lookahead(request)]
         return any(grown)
+
+    def _look_for(self, request: Request) -> bool:
+        """Looks for the end of a request's text earlier in it and in the text that it may follow,
+        and if they do not have it, in those of requests that have ended. Returns whether the
+        request is more likely to keep drafts than before."""
+        size = find_match(request.tokens, self._predicted(request))
+        if self._ended is not None and size < MAX_SUFFIX:
+            use = request.use(DraftText) if request.uses else None
+            found = None if isinstance(use, Predicted) else self._ended.find(request)
+            if found is not None:
+                size = MAX_SUFFIX
+                if use is None:
+                    request.uses = (*request.uses, DraftText(found))
+                else:
+                    use.replace(found)
+        return self._known(request).note_match(kind_of(size, self._min_suffix), self._step)
+
+    def note_end(self, request: Request) -> None:
+        """See `StepFeature.note_end`. Texts of requests with errors may be wrong."""
+        if self._ended is not None and request.finish_reason != "error" and request.num_output:
+            self._ended.add(request)
 
     def _known(self, request: Request) -> _Requested:
         if request.lookahead_state is None:
