@@ -198,6 +198,25 @@ def test_an_idle_rank_captures_graphs_one_at_a_time(box: Inbox) -> None:
     assert box.inbox._may_capture
 
 
+def test_calls_wait_for_the_plans_before_them(box: Inbox) -> None:
+    """A rank may be behind the one whose result let the engine call all of them."""
+    called: list[str] = []
+    box.worker.call = lambda method, arguments: called.append(method)
+    post(box.ring, make_plan(1))
+    post(box.ring, make_plan(2))
+    box.parent.send(("sleep", {"level": 1}))
+    for step in (1, 2):
+        assert box.inbox.next_plan().step_id == step
+        assert not called
+        box.inbox.release_plan()
+    timer = threading.Timer(0.1, post, (box.ring, make_plan(3)))
+    timer.start()
+    assert box.inbox.next_plan().step_id == 3
+    assert called == ["sleep"]
+    assert box.parent.recv() == ("answer", None)
+    timer.join()
+
+
 def test_no_graph_is_captured_while_a_step_is_in_flight(box: Inbox) -> None:
     """A step with a long prompt takes longer than an idle rank waits: the step behind it is posted
     when the step before it has ended."""

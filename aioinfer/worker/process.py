@@ -225,7 +225,8 @@ class _Inbox:
 
     def _read_message(self, *, is_idle: bool) -> memoryview:
         """Waits for the next message and returns it, a view into the ring. Calls that come
-        meanwhile are answered: the engine makes them while no step is in flight. With `is_idle`
+        meanwhile are answered, behind the messages that are there: the engine makes them while no
+        step is in flight, but knows that of one rank. With `is_idle`
         no step is being prepared: where nothing comes, and no step is in flight, CUDA graphs that
         are missing are captured. A plan that comes meanwhile waits for that."""
         spec = self._spec
@@ -234,11 +235,11 @@ class _Inbox:
             if not found:
                 if self._last_step < 0 or spec.heartbeat.has_finished(spec.rank, self._last_step):
                     self._may_capture = self._worker.capture_next()
-            elif any(fd == self._control for fd, _ in found):
+            elif announced := spec.plans.announced(spec.reader):
+                self._num_announced = announced
+            else:
                 self._take_call()
                 self._may_capture = True  # it may have slept
-            else:
-                self._num_announced = spec.plans.announced(spec.reader)
         self._num_announced -= 1
         return spec.plans.read(spec.reader)
 
