@@ -214,9 +214,10 @@ def test_memory_of_the_host_that_is_exhausted_changes_no_text(kind: str, tmp_pat
 def test_a_disk_that_gets_full_changes_no_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was written before is read, and nothing more is written."""
+    """What was written before is read, and nothing more is written. Half of the host's memory has
+    room for the blocks of a prompt."""
     folder, disk = model_of("windows", tmp_path), tmp_path / "kv"
-    settings = SETTINGS | {"cache.host_bytes": 2**16, "cache.disk_path": str(disk)}
+    settings = SETTINGS | {"cache.host_bytes": 2**17, "cache.disk_path": str(disk)}
     others = [[*prompt[20:], 9, 5] for prompt in PROMPTS]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with LLM(str(folder), settings=settings, progress=False) as llm:
