@@ -321,7 +321,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--later: the first turn must bring at least as many tokens")
     with exiting_at_signals():
         if options.restart:
-            print(json.dumps(measure_restart(options)))
+            text = json.dumps(measure_restart(options))
+            print(text)
+            if options.json:
+                options.json.write_text(text)
             return
         with_store, without = (measure(options, with_store=on) for on in (True, False))
     show(with_store, without)

@@ -39,8 +39,8 @@ _TIMED_KEYS = 256
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
-#: The kernels of an extension are the same for steps of more tokens.
-_EXTENDED_TOKENS = 1152
+#: The kernels of an extension are the same for all steps of as many tokens and more.
+EXTENDED_TOKENS = 1152
 
 
 class GraphBodies:
@@ -253,7 +253,7 @@ class GraphBodies:
         extension = model.backend.extension
         if extension is not None and extension.is_active:
             extension.warm_up()
-            for size in mixed_sizes(min(device.max_tokens, _EXTENDED_TOKENS)):
+            for size in mixed_sizes(min(device.max_tokens, EXTENDED_TOKENS)):
                 self._warm_up_mixed(1, size - 1)
 
     def _warm_up_mixed(

@@ -194,15 +194,20 @@ def test_one_request_takes_fewer_steps(folder: Path, plain: LLM) -> None:
         assert llm.frontend.stats()["steps"] < 75
 
 
+def six_params() -> list[SamplingParams]:
+    """Of texts that do not repeat themselves, every second one under a grammar."""
+    fields: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.2}
+    grammar = {"grammar": GrammarSpec("regex", r"[\x01-\x38]{48}")}
+    return [
+        SamplingParams(seed=seed, **fields, **(grammar if seed % 2 else {})) for seed in range(6)
+    ]
+
+
 def test_a_predicted_output_is_taken_in_few_steps(folder: Path, plain: LLM) -> None:
     """A text that does not repeat itself, predicted rightly, or with a wrong part; in slots that
     other requests have had, after preemptions, and under a grammar."""
     prompts = random_prompts([5, 6, 7, 8, 9, 10], VOCAB_SIZE)
-    fields: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.2}
-    grammar = {"grammar": GrammarSpec("regex", r"[\x01-\x38]{48}")}
-    params = [
-        SamplingParams(seed=seed, **fields, **(grammar if seed % 2 else {})) for seed in range(6)
-    ]
+    params = six_params()
     wanted = [output.completions for output in plain.generate(prompts, params)]
     counts: list[tuple[int, int]] = []
     for settings in ({}, {"cache__num_blocks": 32}, {"scheduler__max_num_seqs": 2}):
@@ -240,11 +245,7 @@ def test_what_another_request_had_for_an_answer_is_taken_in_few_steps(
 ) -> None:
     """Texts that do not repeat themselves, some under a grammar; then once more."""
     prompts = random_prompts([15, 16, 17, 18, 19, 20], VOCAB_SIZE)
-    fields: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.2}
-    grammar = {"grammar": GrammarSpec("regex", r"[\x01-\x38]{48}")}
-    params = [
-        SamplingParams(seed=seed, **fields, **(grammar if seed % 2 else {})) for seed in range(6)
-    ]
+    params = six_params()
     wanted = [output.completions for output in plain.generate(prompts, params)]
     kept: list[int] = []
     with running(folder, speculation__method="ngram", **settings) as llm:

@@ -17,7 +17,7 @@ from aioinfer.kernels.adapter_tiles import (
     sort_by_adapter,
     tile_size,
 )
-from aioinfer.kernels.adapters import expand, shrink
+from aioinfer.kernels.adapters import _ShrinkPlan, expand, shrink
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import interleave
 
@@ -31,6 +31,7 @@ from aioinfer.layers.kernel_choices import Candidate, KernelChoices
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step, StepInputs
+from aioinfer.worker.graph_bodies import EXTENDED_TOKENS
 from aioinfer.worker.step_graphs import mixed_sizes
 from tests.adapter_files import pack_adapter
 
@@ -67,6 +68,17 @@ def test_a_step_has_the_tiles_of_its_graph(max_tokens: int) -> None:
         captured = next(size for size in sizes if size >= tokens)
         assert tile_size(tokens) == tile_size(captured)
         assert (tokens <= MAX_FUSED_ROWS) == (captured <= MAX_FUSED_ROWS)
+
+
+def test_the_warm_up_has_each_way_to_divide_the_work() -> None:
+    """Of the sizes that it launches, and of the largest step."""
+
+    def way_of(tokens: int) -> tuple[object, ...]:
+        plan = _ShrinkPlan.of(tokens, 48, 4096, 2, 64)
+        return plan.tile, plan.ranks, plan.inputs, plan.splits, plan.stages
+
+    launched = {way_of(size) for size in (1, *mixed_sizes(EXTENDED_TOKENS), 8192)}
+    assert {way_of(tokens) for tokens in range(1, 8193)} <= launched
 
 
 @pytest.mark.parametrize(("num_slots", "max_rank"), [(9, 16), (5, 24), (3, 160)])

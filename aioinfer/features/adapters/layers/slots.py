@@ -150,12 +150,12 @@ class AdapterSlots(AdapterTokens):
         products = [*self._all_products]
         shapes = [product.up_shape(self.count) for product in products]
         ups = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device)
-        parts = ups.split([math.prod(shape) for shape in shapes])
-        for product, shape, part in zip(products, shapes, parts, strict=True):
-            product.allocate(self.memory, part.view(shape))
-        for own in self.parts:
-            own.tensors = [
-                torch.zeros(self.count, *shape, dtype=dtype, device=device) for shape in own.shapes
+        numbers = ups.split([math.prod(shape) for shape in shapes])
+        for product, shape, up in zip(products, shapes, numbers, strict=True):
+            product.allocate(self.memory, up.view(shape))
+        for part in self.parts:
+            part.tensors = [
+                torch.zeros(self.count, *shape, dtype=dtype, device=device) for shape in part.shapes
             ]
         if self.backend.has_kernels:
             from aioinfer.kernels.adapter_slots import SlotRows
