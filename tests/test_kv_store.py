@@ -356,6 +356,21 @@ def test_a_conversation_goes_on_with_blocks_of_the_disk(groups: tuple[KVGroup, .
     assert harness.worker.num_reads > 0
 
 
+@pytest.mark.parametrize(
+    ("groups", "num_cached"), [((FULL,), 24), ((FULL, windowed(6)), 24), ((FULL, *STATES), 0)]
+)
+def test_of_a_long_prefix_as_much_is_read_as_the_host_has_room_for(
+    groups: tuple[KVGroup, ...], num_cached: int
+) -> None:
+    """Half of the host's 12 places: 6 of 10 blocks. Of states none is before the prompt's end."""
+    places = (12,) * len(groups)
+    harness = make_harness(groups, num_stored=places, disk=disk_of(groups, 500))
+    harness.serve(make_request("first", prompt_of(0), 4))
+    displace(harness, 9)
+    harness.serve(again := make_request("again", prompt_of(0), 4))
+    assert again.num_cached == num_cached
+
+
 def test_a_file_that_is_gone_is_a_miss_once() -> None:
     harness = make_disk_harness()
     harness.serve(make_request("first", prompt_of(0), 4))

@@ -40,7 +40,6 @@ Imports neither torch nor aiohttp.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -143,6 +142,18 @@ class KVStore:
         self._arriving.update(dict.fromkeys(hashes, ticket))
         return ticket
 
+    def count_room(self, groups: Iterable[int]) -> int:
+        """Returns how many blocks may be read from a connector, from the first on, of blocks of
+        these groups."""
+        room = [group.max_reads for group in self.groups]
+        count = 0
+        for group in groups:
+            if room[group] <= 0:
+                break
+            room[group] -= 1
+            count += 1
+        return count
+
     def read(
         self,
         request: Request,
@@ -153,10 +164,8 @@ class KVStore:
         """Has the next plan bring blocks from a connector to the host for a request, which begins
         with them later: (group, hash) in the order of the prefix, of `num_tokens` tokens. False,
         and nothing is changed, if they are too many."""
-        if len(self._reading) >= MAX_READS:
-            return False
-        counts = Counter(group for group, _ in wanted)
-        if any(count > self.groups[group].max_reads for group, count in counts.items()):
+        room = self.count_room(group for group, _ in wanted)
+        if len(self._reading) >= MAX_READS or room < len(wanted):
             return False
         ticket = self._begin(request, num_tokens, [block_hash for _, block_hash in wanted])
         reads = [

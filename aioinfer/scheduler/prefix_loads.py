@@ -58,33 +58,55 @@ class PrefixLoads:
         for connector in store.connectors:
             if request.asked_connectors >> connector.number & 1:
                 continue
-            held = connector.held(request)
-            if held is None or len(held) != len(store.groups):
-                continue
-            both = [_Either(*pair) for pair in zip(store.groups, held, strict=True)]
-            length = self._prefixes.hit_length(hashes, both)
+            length = self._hit_length_with(request, connector, hashes)
             if (length - 1) * self._block_size < prefix.num_tokens:
                 continue
             if length > self._prefixes.hit_length(hashes, store.groups):
                 return connector, length
         return None
 
+    def _hit_length_with(
+        self, request: Request, connector: KVConnector, hashes: Sequence[bytes]
+    ) -> int:
+        """Returns with how many of its first blocks a request can begin that the device, the host
+        and a connector have; 0 if the connector has nothing for the request."""
+        held = connector.held(request)
+        if held is None or len(held) != len(self._store.groups):
+            return 0
+        both = [_Either(*pair) for pair in zip(self._store.groups, held, strict=True)]
+        return self._prefixes.hit_length(hashes, both)
+
     def begin_read(self, request: Request, connector: KVConnector, length: int) -> bool:
         """Has what a connector has of the first `length` blocks of a request read into memory of
-        the host. False if that is too much; the connector is not asked again in any case."""
+        the host, or as many of them as there is room for. False if none are read; the connector is
+        not asked again in any case."""
         request.asked_connectors |= 1 << connector.number
         hashes, store = request.block_hashes, self._store
+        wanted = self._missing_on_host(hashes, length)
+        end = store.count_room(number for _, number, _ in wanted)
+        if end < len(wanted):
+            cut = wanted[end][0]
+            length = self._hit_length_with(request, connector, hashes[:cut])
+            if length <= self._prefixes.hit_length(hashes, store.groups):
+                return False
+            wanted = self._missing_on_host(hashes, length)
         store.use(hashes[:length])
-        wanted = sorted(
-            (entry, number)
+        num_tokens = len({entry for entry, _, _ in wanted}) * self._block_size
+        blocks = [(number, block_hash) for _, number, block_hash in wanted]
+        return store.read(request, connector, blocks, num_tokens)
+
+    def _missing_on_host(
+        self, hashes: Sequence[bytes], length: int
+    ) -> list[tuple[int, int, bytes]]:
+        """Returns the blocks that a request needs to begin with `length` blocks and that neither
+        the device nor the host has: (entry of the block table, group, hash), in this order."""
+        return sorted(
+            (entry, number, hashes[entry])
             for number, first in self._prefixes.needed(length)
             for entry in range(first, length)
             if not self._pools[number].has(hashes[entry])
-            and hashes[entry] not in store.groups[number]
+            and hashes[entry] not in self._store.groups[number]
         )
-        num_tokens = len({entry for entry, _ in wanted}) * self._block_size
-        blocks = [(number, hashes[entry]) for entry, number in wanted]
-        return store.read(request, connector, blocks, num_tokens)
 
     def is_arriving(self, request: Request, length: int) -> bool:
         """Whether a load of another request is on its way that brings any of the first `length`
