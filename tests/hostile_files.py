@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from tests.watching import children, costs_watched, open_files
 BIG = 2**32 - 1
 #: What a file may take: seconds of the event loop, and bytes.
 _MAX_PAUSE_S, _MAX_BYTES = 0.05, 300 * 2**20
+_TRIES = 3
 Make = Callable[[], bytes]
+T = TypeVar("T")
 
 
 def riff(*chunks: bytes, kind: bytes = b"RIFF", form: bytes = b"WAVE", size: int = BIG) -> bytes:
@@ -45,13 +48,19 @@ def cuts(makes: Mapping[str, Make], *percents: int) -> dict[str, Make]:
     }
 
 
-@asynccontextmanager
-async def costs_bounded() -> AsyncIterator[None]:
-    """Context in which neither memory nor the event loop may be taken beyond the bounds."""
-    async with costs_watched() as (memory, pauses):
-        yield
-    assert memory.most < _MAX_BYTES, memory.most
-    assert pauses.most < _MAX_PAUSE_S
+async def at_bounded_cost(request: Callable[[], Awaitable[T]]) -> T:
+    """Sends a request that may take neither memory nor the event loop beyond the bounds; returns
+    its reply. A pause that is the request's comes again each time that it is sent, one of the
+    machine does not: the least of three counts."""
+    pauses = []
+    while len(pauses) < _TRIES:
+        async with costs_watched() as (memory, pause):
+            reply = await request()
+        assert memory.most < _MAX_BYTES, memory.most
+        if pause.most < _MAX_PAUSE_S:
+            return reply
+        pauses.append(pause.most)
+    raise AssertionError(f"the event loop was held up for {pauses} s")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.functional.conftest import Served, serve
-from tests.hostile_files import Make, costs_bounded, nothing_left
+from tests.hostile_files import Make, at_bounded_cost, nothing_left
 from tests.hostile_pictures import BROKEN, CASES, NO, PNG, RGB
 from tests.vision_models import as_url, save_model
 
@@ -90,8 +90,7 @@ async def sighted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
 
 async def check(server: Served, data: bytes, message: str | None, number: int = 0) -> None:
     """Sends a request, which is to be answered, or refused for the picture of a number."""
-    async with costs_bounded():
-        status, reply = await sent(server, data)
+    status, reply = await at_bounded_cost(lambda: sent(server, data))
     if message is not None:
         assert status == (400 if message else 200), reply
     if status != 200:
@@ -123,8 +122,7 @@ async def test_a_url_is_refused_or_read(name: str, sighted: Served) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 async def test_a_value_that_is_no_url(name: str, sighted: Served) -> None:
-    async with costs_bounded():
-        status, reply = await sent(sighted, body(VALUES[name]))
+    status, reply = await at_bounded_cost(lambda: sent(sighted, body(VALUES[name])))
     assert status == 400
     assert reply["error"]["message"]
 
@@ -141,6 +139,7 @@ async def test_several_at_a_time(sighted: Served) -> None:
     names = "png: 260000 chunks", "gif: 500000 comments", "jpeg: CMYK", "png: a ribbon"
     cases = [case[0] for name in names if isinstance(case := CASES[name], tuple)]
     bodies = [await asyncio.to_thread(body_of, case) for case in cases]
-    async with costs_bounded():
-        replies = await asyncio.gather(*(sent(sighted, each) for each in bodies))
+    replies = await at_bounded_cost(
+        lambda: asyncio.gather(*(sent(sighted, each) for each in bodies))
+    )
     assert {status for status, _ in replies} == {200, 400}
