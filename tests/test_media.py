@@ -251,11 +251,11 @@ def test_a_bomb_takes_neither_memory_nor_time() -> None:
     bombs = [buffer.getvalue(), png(65_000, 65_000, pixels=bytes(16 * 2**20))]
     assert all(len(bomb) < 2**18 for bomb in bombs)
     with memory_watched() as memory:
-        began = time.perf_counter()
+        began = time.thread_time()
         for bomb in bombs:
             with pytest.raises(FieldError, match="pixels"):
                 decode(bomb, MediaConfig())
-        took = time.perf_counter() - began
+        took = time.thread_time() - began
     assert took < 0.2
     assert memory.most < 50 * 2**20
 

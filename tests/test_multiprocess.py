@@ -182,7 +182,7 @@ async def test_a_killed_worker_is_reported_at_once(run: Run) -> None:
     rank_1.kill()
     killed_at = time.monotonic()
     message = await run.wait_for_failure()
-    assert time.monotonic() - killed_at < 1
+    assert time.monotonic() - killed_at < 5, "long before it counts as hung"
     assert re.fullmatch(
         r"worker 1 was killed by SIGKILL: rank 1 was executing step 2, last "
         r"heartbeat \d+\.\d s ago",
