@@ -485,6 +485,37 @@ async def test_weights_are_known_by_what_was_loaded(folder: Path, other: Path) -
             file.write_bytes(content)
 
 
+async def identities(folder: Path, executor: str = "inline", **settings: Any) -> list[str]:
+    """Returns by what the KV blocks of each rank are known."""
+    store = {"cache.host_bytes": 2**20}
+    async with launched(folder, executor, **store | settings) as frontend:
+        found: list[str] = await frontend.control.call_extension(identity_of)
+        return found
+
+
+async def test_blocks_are_known_by_what_their_keys_depend_on(folder: Path) -> None:
+    """The length that is served changes the keys of "longrope" alone, and only where it passes the
+    original one."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 48, **factors}
+    found = [
+        await identities(folder, **{"model.hf_overrides": overrides, "model.max_model_len": length})
+        for overrides in ({}, {"rope_parameters": rope})
+        for length in (48, 49)
+    ]
+    assert found[0] == found[1]
+    assert len({*map(tuple, found)}) == 3
+
+
+@pytest.mark.extended
+async def test_of_another_number_of_ranks_a_rank_has_other_heads(folder: Path) -> None:
+    """Two of four ranks share a head: the second has the first head then, and else the second."""
+    two, four = [
+        await identities(folder, "auto", **{"parallel.tensor_parallel_size": n}) for n in (2, 4)
+    ]
+    assert not set(two) & set(four)
+
+
 @pytest.mark.slow
 async def test_a_trainer_broadcasts_to_two_ranks(folder: Path, other: Path) -> None:
     new = await texts_with(other)

@@ -7,6 +7,7 @@ executes each plan, in order.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
 from aioinfer.ipc.read_tally import StoreTally, Tally
 from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.models.config import DecoderConfig
 from aioinfer.models.registry import load_model_config
 from aioinfer.worker.cache_check import CacheCheck, text_tokens
 from aioinfer.worker.called_worker import CalledWorker
@@ -186,6 +188,9 @@ class Worker(CalledWorker):
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = select_backend(config, self.device, dtype, peers)
         served_len = config.model.max_model_len or model_config.max_len
+        self._is_long = isinstance(
+            model_config, DecoderConfig
+        ) and model_config.rope.has_long_factors(served_len)
         self._layers = RankModel(
             config, self._folder, self._backend, peers, min(served_len, model_config.max_len)
         )
@@ -437,9 +442,11 @@ class Worker(CalledWorker):
             for each in self.model.kv_scales.values()
         ]
         form = (
-            self._weights_digest, config.load_format, config.seed, config.quantization,
+            self._weights_digest, json.dumps(config.hf_overrides, sort_keys=True, default=str),
+            self._is_long, config.load_format, config.seed, config.quantization,
             str(self._backend.dtype), str(self._cache_dtype), self.block_size, self._own_groups,
-            place.engine_rank, scales,
+            # where ranks share a head, the same rank of another number of ranks has another head
+            place.size_of("tp"), place.engine_rank, scales,
         )  # fmt: skip
         return blake2b(repr(form).encode(), digest_size=16).digest()
 
