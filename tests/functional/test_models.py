@@ -232,6 +232,20 @@ async def test_a_stream_is_not_cut_and_a_client_that_goes_away_wakes_no_model(
         assert second.control.num_wakes
 
 
+async def test_a_pause_that_comes_too_late_holds_no_model_that_sleeps(folder: Path) -> None:
+    text = "".join(LLAMA.format(folder=folder / name, name=name) for name in ("llama", "other"))
+    async with served_by_turns(folder, text, 0.0) as (two, models):
+        (first, _), (turns,) = models, models.turns
+        asked = {"model": "llama", "max_tokens": 110, **IDS}
+        running = asyncio.ensure_future(two.complete(**asked))
+        await until(lambda: first.engines[0].scheduler.running)
+        waiting = asyncio.ensure_future(two.complete(model="other", **IDS))
+        await until(lambda: turns.is_swapping)
+        await two.post("/pause?model=llama", 409, headers=ADMIN)
+        await asyncio.gather(running, waiting)
+        assert await two.complete(**asked) == await running
+
+
 async def test_models_on_gpus_of_their_own_are_all_awake(folder: Path) -> None:
     text = "".join(
         f"{LLAMA.format(folder=folder / name, name=name)}parallel.device = 'cpu:{number}'\n"

@@ -213,6 +213,10 @@ async def pause(request: web.Request, query: PauseQuery) -> Status:
     are taken, and `/health/ready` is 503 meanwhile."""
     control = _control(request)
     await control.pause(query.mode, clear_cache=query.clear_cache)
+    if control.sleep_level and len(request.app[MODELS]) > 1:
+        # another model took its place meanwhile; held, it would keep all waiting in its next turn
+        await control.end_pause(wakes=False)
+        _control(request)
     return Status(status="paused")
 
 
