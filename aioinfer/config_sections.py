@@ -450,10 +450,13 @@ class ParallelConfig:
         maximum=1024,
     )
     restart_workers: int = key(
-        "Maximum number of consecutive restarts of an engine's workers after one died or "
-        "hung; ten minutes of service reset the count. Requests go on meanwhile as after a "
-        "preemption. After that, or at once with 0, the engine is dead: its requests go on with "
-        "another one, and the server ends with status 1 once no engine lives.",
+        "Maximum number of consecutive restarts of an engine's workers after one died or hung; "
+        "ten minutes of service reset the count. Requests go on then as after a preemption. "
+        "Where workers have not come back after 30 s, or twice as long as the first start took, "
+        "another engine takes the requests over, or they are answered 503, as `/health` is "
+        "until the workers serve. After the last restart, or at once with 0, the engine is "
+        "dead: its requests go on with another one, and the server ends with status 1 once no "
+        "engine lives.",
         3,
         minimum=0,
     )

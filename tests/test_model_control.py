@@ -16,11 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aioinfer.engine import recovery
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_control import Mode
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import ConfigError, NotReadyError, RequestError, WorkerCallError
+from aioinfer.errors import (
+    ConfigError,
+    EngineDeadError,
+    NotReadyError,
+    RequestError,
+    WorkerCallError,
+)
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
@@ -103,6 +110,27 @@ async def test_requests_go_on_after_sleep_with_the_text_that_they_would_have_had
         assert await tokens_of(outputs) == expected
         assert await tokens_of(late) == expected
         scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("lost", ["before", "meanwhile"])
+async def test_requests_whose_workers_are_lost_are_finished_before_sleep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    async with launched(folder) as frontend:
+        (engine,) = frontend.engines
+        expected, outputs = await begin(frontend)
+        if lost == "before":
+            engine.handle_loss(EngineDeadError("lost"))
+        sleeping = asyncio.ensure_future(frontend.control.sleep(mode="wait"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if lost == "meanwhile":
+            assert engine.scheduler.running
+            engine.handle_loss(EngineDeadError("lost"))
+        assert await tokens_of(outputs) == expected
+        await sleeping
+        assert (engine.state, frontend.control.sleep_level) == (EngineState.SERVING, 1)
 
 
 async def test_after_abort_new_requests_are_rejected_until_the_model_is_awake(folder: Path) -> None:

@@ -31,7 +31,7 @@ from aioinfer.api.errors import ERROR_CODE, Handler, error_response
 from aioinfer.config import Config
 from aioinfer.config_keys import parse_address
 from aioinfer.engine.output import KnownDelta
-from aioinfer.errors import EngineDeadError, OverloadedError, RequestError
+from aioinfer.errors import EngineDeadError, NotReadyError, OverloadedError, RequestError
 from aioinfer.ipc.peer_link import read_key
 from aioinfer.scheduler.handover import Handover
 
@@ -190,9 +190,9 @@ class EventStream(web.StreamResponse):
         await self.write(events)
 
     async def write_failure(self, error: Exception, events: bytes) -> None:
-        """Sends the events of a failure. Where an engine is dead, and no other of this server has
+        """Sends the events of a failure. Where an engine is lost, and no other of this server has
         room, the connection ends instead: a gateway can go on with the stream elsewhere."""
-        if self.is_marked and isinstance(error, EngineDeadError | OverloadedError):
+        if self.is_marked and isinstance(error, EngineDeadError | OverloadedError | NotReadyError):
             raise ConnectionResetError("a gateway goes on with the stream")
         await self.write(events)
 

@@ -22,11 +22,11 @@ from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.model_control import ModelControl
 from aioinfer.engine.output import KnownDelta, RequestOutput
 from aioinfer.engine.prompt_maker import PromptMaker
-from aioinfer.engine.recovery import EngineState, Lockstep, no_progress
+from aioinfer.engine.recovery import OUTAGE_RETRY_S, EngineState, Lockstep, no_progress
 from aioinfer.engine.router import Router, relocate
 from aioinfer.engine.sequence_maker import RequestLimits, SequenceMaker
 from aioinfer.engine.served_model import find_model, with_speculation
-from aioinfer.errors import EngineDeadError
+from aioinfer.errors import EngineDeadError, NotReadyError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
 from aioinfer.executor.torchrun import follow
@@ -74,6 +74,7 @@ class Frontend(PromptMaker):
                 config,
                 executor,
                 self._handle_death,
+                self._handle_outage,
                 None if new_executor is None else partial(new_executor, number),
             )
             for number, executor in enumerate(executors)
@@ -383,7 +384,7 @@ class Frontend(PromptMaker):
         engine.turn.set()  # nothing waits for it any more
         living = [engine for engine in self.engines if engine.state is not EngineState.DEAD]
         if self._is_started and living:
-            moved, ended = relocate(engine, self.engines, self._router, self.config.scheduler)
+            moved, ended = self._relocate(engine, reason)
             _log.error(
                 "%s; this engine is dead, and %d of %d go on; of its requests %d were moved to "
                 "them, and %d ended",
@@ -392,6 +393,19 @@ class Frontend(PromptMaker):
             return
         self._end_all(reason)
         self._dead.set()
+
+    def _handle_outage(self, engine: Engine, reason: str) -> None:
+        """Has engines that serve take over the requests of one whose workers do not come back;
+        ends the requests where none serves."""
+        if self.is_ready():
+            self._relocate(engine, reason)
+        else:
+            for output in engine.requests.outputs():
+                engine.requests.fail(output, NotReadyError(reason, retry_after_s=OUTAGE_RETRY_S))
+        engine.turn.set()
+
+    def _relocate(self, engine: Engine, reason: str) -> tuple[int, int]:
+        return relocate(engine, self.engines, self._router, self.config.scheduler, reason)
 
     def _end_all(self, reason: str) -> None:
         if self.dead_reason is None:

@@ -26,14 +26,16 @@ class HeldEngine:
         self._engine = engine
 
     async def finish_running(self) -> None:
-        """Returns when the requests that have begun have ended; others wait until
-        `Engine.resume`."""
-        scheduler = self._engine.scheduler
-        scheduler.set_admission(is_open=False)
-        self._engine.plan_soon()
-        await self._await_turn(
-            lambda: not any(request.has_begun for request in scheduler.requests())
-        )
+        """Returns when the requests that have begun have ended, on new workers where these were
+        lost; others wait until `Engine.resume`."""
+        engine = self._engine
+        engine.scheduler.set_admission(is_open=False)
+        engine.plan_soon()
+        while engine.state is not EngineState.DEAD and any(
+            request.has_begun for request in engine.scheduler.requests()
+        ):
+            engine.turn.clear()
+            await engine.turn.wait()
 
     async def settle(self) -> None:
         """Returns when no step is in flight, after `Engine.pause`, and all tokens are emitted."""

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.held_engine import HeldEngine
 from aioinfer.engine.output import FIRST_VERSION
-from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.recovery import OUTAGE_RETRY_S, EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError, RequestError, WorkerCallError
 
 P = ParamSpec("P")
@@ -122,6 +122,15 @@ class ModelControl:
         """Raises `NotReadyError` while new requests are not taken."""
         if self._rejects:
             raise NotReadyError("the model sleeps", retry_after_s=_RETRY_S)
+        if self.outage is not None:
+            raise NotReadyError(self.outage, retry_after_s=OUTAGE_RETRY_S)
+
+    @property
+    def outage(self) -> str | None:
+        """Why requests cannot wait for an engine to serve again, though one lives; else None."""
+        living = [each.recovery for each in self._engines if each.state is not EngineState.DEAD]
+        reasons = [recovery.outage for recovery in living]
+        return next(iter(reasons), None) if all(reasons) else None
 
     # ---------------------------------------------------------------- pause
 
@@ -170,15 +179,15 @@ class ModelControl:
 
     async def _stop(self, mode: Mode) -> None:
         """Deals with the requests, and returns when no step is planned or in flight."""
-        living = self._living
         if mode == "abort":
-            for engine in living:
+            for engine in self._living:
                 for output in engine.requests.outputs():
                     engine.cut_short(output)
         elif mode == "wait" and not self.is_paused:
-            await asyncio.gather(*(HeldEngine(engine).finish_running() for engine in living))
+            await asyncio.gather(*(HeldEngine(e).finish_running() for e in self._engines))
         for engine in self._engines:
             engine.pause()
+        living = self._living
         while any(engine.scheduler.num_in_flight for engine in living):
             await asyncio.gather(*(HeldEngine(engine).settle() for engine in living))
             living = self._living

@@ -52,6 +52,12 @@ MAX_INTERRUPTIONS = 2
 MAX_END_S = 60.0
 MAX_START_S = 300.0
 SLOWEST_START = 5.0
+#: Requests wait so long for new workers, or `OUTAGE_STARTS` times as long as the first start took;
+#: then they end, and others are refused.
+MAX_OUTAGE_S = 30.0
+OUTAGE_STARTS = 2.0
+#: When a client should try again that was refused for that reason.
+OUTAGE_RETRY_S = 10
 _log = logging.getLogger(__name__)
 
 
@@ -145,6 +151,7 @@ class Recovery:
     Attributes:
         state: whether the engine serves.
         dead_reason: why it serves no more requests, or None.
+        outage: why requests do not wait for new workers any more, which still may come; or None.
         policy: how often and how soon the workers are restarted.
         new_executor: makes an executor of the engine's kind, or None: then there is no restart.
         on_restart: called when new workers serve, before any step is planned for them.
@@ -162,6 +169,7 @@ class Recovery:
         max_restarts: int,
         new_executor: Callable[[], Executor] | None,
         on_death: Callable[[str], None],
+        on_outage: Callable[[str], None],
     ):
         """Makes it for an engine that has not started.
 
@@ -173,9 +181,12 @@ class Recovery:
             new_executor: see the attribute.
             on_death: called with the reason once the engine is dead; takes its requests over or
                 leaves them to be ended.
+            on_outage: called with the reason when requests have waited too long for new workers,
+                and again as often while there are none; takes the requests over, or ends them.
         """
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
+        self.outage: str | None = None
         self.policy = RestartPolicy(max_restarts if new_executor else 0)
         self.new_executor = new_executor
         self._name = name
@@ -183,7 +194,8 @@ class Recovery:
         self._emission, self._features = emission, features
         self._metrics = requests.metrics
         self._limits_of = limits_of
-        self._on_death = on_death
+        self._on_death, self._on_outage = on_death, on_outage
+        self._outage_timer: asyncio.TimerHandle | None = None
         self.on_restart: Callable[[], None] = lambda: None
         self.until_may_restart: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
         self._task: asyncio.Future[None] | None = None
@@ -193,11 +205,13 @@ class Recovery:
         self.state = EngineState.SERVING
         self._metrics.is_serving = True
         self.policy.begin_service()
+        self._end_outage()
 
     def set_dead(self, reason: str) -> None:
         """Makes the engine take no further step. Its requests are left as they are."""
         self.state = EngineState.DEAD
         self._metrics.is_serving = False
+        self._end_outage()
         if self.dead_reason is None:
             self.dead_reason = reason
 
@@ -208,6 +222,7 @@ class Recovery:
 
     async def end(self) -> None:
         """Cancels a restart that is under way."""
+        self._end_outage()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -239,9 +254,9 @@ class Recovery:
             scheduler.restart(scheduler.limits, ())
 
     def export_requests(self) -> list[OutputSequence]:
-        """Ends the requests that cannot go on with another engine, now that this one is dead, and
-        leaves the others detached from it and with all the text that was taken. Returns their
-        sequences, in the order in which they would have been served.
+        """Ends the requests that cannot go on with another engine, now that this one has no
+        workers, and leaves the others detached from it and with all the text that was taken.
+        Returns their sequences, in the order in which they would have been served.
 
         Only where another engine lives: otherwise all requests end for the same reason.
         """
@@ -294,6 +309,8 @@ class Recovery:
                     await workers.end()
                 await asyncio.sleep(delay_s)
                 await self.until_may_restart()
+                if self._outage_timer is None:
+                    self._bound_outage()
                 workers.executor = self._replacement_executor()
                 self._metrics.restarts += 1
                 async with asyncio.timeout(max(MAX_START_S, SLOWEST_START * workers.start_s)):
@@ -305,6 +322,28 @@ class Recovery:
                 _log.warning("%s; the workers could not be restarted", reason)
         self._give_up(f"{reason} (after {self.policy.max_restarts} restarts)")
         await workers.end()
+
+    def _bound_outage(self) -> None:
+        """Has requests wait for new workers no longer than they may from now on."""
+        limit_s = max(MAX_OUTAGE_S, OUTAGE_STARTS * self._workers.start_s)
+        loop = asyncio.get_running_loop()
+        self._outage_timer = loop.call_later(limit_s, self._declare_outage, limit_s)
+
+    def _declare_outage(self, limit_s: float) -> None:
+        self._bound_outage()  # for requests that are queued nevertheless, with other engines lost
+        if self.outage is None:
+            self.outage = (
+                f"{self._name}the workers were lost, and have not come back within {limit_s:.0f} s"
+            )
+            _log.error("%s; requests do not wait for them any more", self.outage)
+        self._on_outage(self.outage)
+        self._requests.scheduler.restart(self._requests.scheduler.limits, ())
+
+    def _end_outage(self) -> None:
+        self.outage = None
+        if self._outage_timer is not None:
+            self._outage_timer.cancel()
+            self._outage_timer = None
 
     async def replace_workers(self) -> None:
         """Has new workers take the place of workers that are not needed any more: no request has a

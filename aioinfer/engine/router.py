@@ -20,11 +20,12 @@ as its request has still to compute them: they are promised. So the requests of 
 common prefix follow the first one, until the engine has so many of them that the prefix is worth
 computing on another engine as well.
 
-`relocate` moves the requests of a dead engine to the living ones. A request that has produced
-nothing is added there. One that has produced tokens is resumed by recompute: its tokens so far are
-recomputed, as after a preemption, and since the sampler's noise is a function of the request's seed
-and the position, its text goes on as it would have. All sequences of a request go to one engine,
-which the router picks by the tokens that are left to compute.
+`relocate` moves the requests of an engine that is dead, or has long been without workers, to
+others. A request that has produced nothing is added there. One that has produced tokens is resumed
+by recompute: its tokens so far are recomputed, as after a preemption, and since the sampler's noise
+is a function of the request's seed and the position, its text goes on as it would have. All
+sequences of a request go to one engine, which the router picks by the tokens that are left to
+compute.
 
 `Frontend` is the only caller.
 """
@@ -174,54 +175,55 @@ def _is_void(owner: ref[Request]) -> bool:
 
 
 def relocate(
-    dead: Engine, engines: Sequence[Engine], router: Router, limits: SchedulerConfig
+    lost: Engine, engines: Sequence[Engine], router: Router, limits: SchedulerConfig, reason: str
 ) -> tuple[int, int]:
-    """Moves the requests of `dead`, in the order in which it would have served them, as far as they
-    can be resumed and the queue of the living engines has room. Ends the other requests with an
-    error.
+    """Moves the requests of an engine that has no workers, for `reason`, in the order in which it
+    would have served them, as far as they can be resumed and the queue of the other living engines
+    has room. Ends the other requests with an error.
 
     Returns how many requests were moved, and how many had to end.
     """
-    num_requests = dead.num_requests
+    num_requests = lost.num_requests
     outputs: dict[RequestOutput, list[OutputSequence]] = {}
-    for sequence in dead.recovery.export_requests():
+    for sequence in lost.recovery.export_requests():
         outputs.setdefault(sequence.output, []).append(sequence)
+    others = [each for each in engines if each is not lost and each.state is not EngineState.DEAD]
     moved = 0
     for output, sequences in outputs.items():
-        error = _find_obstacle(dead, engines, sequences, limits)
+        error = _find_obstacle(others, sequences, limits, reason)
         if error is not None:
-            dead.requests.fail(output, error)
+            lost.requests.fail(output, error)
             continue
-        _move(dead, engines, router, sequences)
+        _move(lost, engines, router, sequences)
         moved += 1
     return moved, num_requests - moved
 
 
 def _move(
-    dead: Engine, engines: Sequence[Engine], router: Router, sequences: list[OutputSequence]
+    lost: Engine, engines: Sequence[Engine], router: Router, sequences: list[OutputSequence]
 ) -> None:
     """Moves the sequences of a request to the engine where they cost the least."""
     first = sequences[0].request
     longest = max(len(sequence.request.tokens) for sequence in sequences)
     route = router.route(longest, first.block_hashes, len(sequences))
     first.num_expected = min(route.num_tokens, first.prompt_len - 1)
-    dead.requests.export(sequences)
+    lost.requests.export(sequences)
     engines[route.engine].import_requests(sequences)
     router.promise(route, first)
 
 
 def _find_obstacle(
-    dead: Engine,
-    engines: Sequence[Engine],
+    others: Sequence[Engine],
     sequences: Sequence[OutputSequence],
     limits: SchedulerConfig,
+    reason: str,
 ) -> Exception | None:
     """Returns why the sequences of a request cannot go to another engine, or None.
 
     The bounds of the queue are the bounds for new requests.
     """
-    living = [engine.scheduler for engine in engines if engine.state is not EngineState.DEAD]
-    cause = (dead.dead_reason or "").partition("\n")[0]  # without a traceback
+    living = [engine.scheduler for engine in others]
+    cause = reason.partition("\n")[0]  # without a traceback
     first, count = sequences[0].request, len(sequences)
     length, is_search = first.max_len, sequences[0].is_beam
     if not all(

@@ -14,7 +14,7 @@ from aioinfer import __version__
 from aioinfer.api.context import MODELS, STARTED, frontend_of, iso_time, name_model
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_turns import ModelTurns
-from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.recovery import OUTAGE_RETRY_S, EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
 
 
@@ -130,13 +130,16 @@ async def get_model(request: web.Request) -> Model:
 
 
 async def health(request: web.Request) -> Status:
-    """Answers 200 while an engine of every model lives, and 503 with the reason once none does.
+    """Answers 200 while an engine of every model lives, and 503 with the reason once none does, or
+    while the workers of all have been lost for too long.
 
     Where not all serve, the reply has the state of each (see `EngineState`).
     """
     models = request.app[MODELS]
     if not models.is_healthy():
         raise EngineDeadError(models.dead_reason)
+    if (outage := next(filter(None, (each.control.outage for each in models)), None)) is not None:
+        raise NotReadyError(outage, retry_after_s=OUTAGE_RETRY_S)
     states = [engine.state for each in models for engine in each.engines]
     if all(state is EngineState.SERVING for state in states):
         return Status(status="ok")
