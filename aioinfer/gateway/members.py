@@ -3,7 +3,8 @@
 Another module decides which replicas are members (`deploy.application` asks Ray Serve). A member
 gets requests from the first report of its stream on, until the stream ends or says that the replica
 leaves. So a replica that is killed gets no more requests as soon as its connections are closed,
-whatever Serve has noticed, and one that hangs after `_SILENCE_S`.
+whatever Serve has noticed, and one that hangs after `_SILENCE_S`. One that is no member any more is
+followed until its requests have ended: it may hang, or its host be lost, before that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Members:
     """Follows the reports of a deployment's replicas and passes them to the router.
 
     Attributes:
-        urls: of the replicas that were members, by name.
+        urls: of the members, by name.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class Members:
         http: aiohttp.ClientSession,
         on_block_size: Callable[[int], None],
         on_silence: Callable[[str], None],
+        is_busy: Callable[[str], bool],
     ):
-        """`discover` returns the replicas that serve; one that it leaves out is followed no more.
-        `on_silence` is called with the name of a replica that has not reported for too long."""
+        """`discover` returns the replicas that serve. `on_silence` is called with the name of a
+        replica that has not reported for too long; `is_busy` returns whether a replica has requests
+        under way."""
         self.urls: dict[str, str] = {}
         self._discover, self._token, self._router, self._http = discover, token, router, http
         self._on_block_size, self._on_silence = on_block_size, on_silence
+        self._is_busy = is_busy
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._warned: dict[str, str] = {}
@@ -93,13 +97,19 @@ class Members:
     def _update(self, found: Iterable[Address]) -> None:
         addresses = {address.name: address for address in found}
         for name in self._followed.keys() - addresses.keys():
-            self._followed.pop(name).cancel()
             self._router.leave(name)
             self.urls.pop(name, None)
-            self._warned.pop(name, None)
-        for name in addresses.keys() - self._followed.keys():
+            if not self._is_busy(name):
+                self._unfollow(name)
+        for name in addresses.keys() - self.urls.keys():
+            self._unfollow(name)  # it was a member before
             self.urls[name] = addresses[name].url
             self._followed[name] = asyncio.create_task(self._follow(addresses[name]))
+
+    def _unfollow(self, name: str) -> None:
+        if (task := self._followed.pop(name, None)) is not None:
+            task.cancel()
+        self._warned.pop(name, None)
 
     async def _follow(self, address: Address) -> None:
         """Hands the reports of a replica to the router, as long as it is a member."""
@@ -126,7 +136,7 @@ class Members:
         while True:
             async with self._http.get(f"{address.url}/health/ready", timeout=timeout) as response:
                 response.raise_for_status()
-            if not is_known:
+            if not is_known and address.name in self.urls:
                 self._router.join(address.name)
                 is_known = True
             await asyncio.sleep(_ASK_S)
@@ -141,7 +151,7 @@ class Members:
             ) as response:
                 async for data in response.content.iter_any():
                     for report in reader.feed(data):
-                        if not is_known and not report.is_leaving:
+                        if not (is_known or report.is_leaving) and address.name in self.urls:
                             self._on_block_size(report.block_size)
                             self._router.join(address.name)
                             is_known = True

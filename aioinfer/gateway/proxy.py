@@ -206,7 +206,15 @@ class Gateway:
         )
         on_block_size = self._reader.set_block_size
         self._members = [
-            Members(discover, self._token, router, self._http, on_block_size, self._cut_off)
+            Members(
+                discover,
+                self._token,
+                router,
+                self._http,
+                on_block_size,
+                self._cut_off,
+                self._open.__contains__,
+            )
             for discover, router in self._discoveries
         ]
         if self._config.cache.block_size:

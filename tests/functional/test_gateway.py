@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from aioinfer.config import load_config
+from aioinfer.gateway import members, reporter
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import ReplicaServer
 from tests.functional.chromium import EXECUTABLE, open_page
@@ -137,6 +138,34 @@ async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(
         assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
         registry = found.gateway.metrics.registry
         assert registry.get_sample_value("aioinfer:gateway_resumed_requests_total") == 1
+
+
+async def test_a_replica_that_hangs_after_it_has_left_holds_no_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(reporter, "HEARTBEAT_S", 0.1)
+    async with fleet(folder) as found:
+        body = {"prompt": text(7, 40), "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        async with found.http.post("/v1/completions", json=body | {"stream": True}) as response:
+            began = await response.content.readuntil(b"\n\n")
+            name = response.headers["X-Aioinfer-Replica"]
+            (leaver,) = (r for r in found.replicas if r.address.name == name)
+            found.members.remove(leaver)
+            await found.wait_for(1)
+            leaver._frontend.control.pause_now()
+            await asyncio.sleep(0.4)  # the replica still reports
+            assert found.gateway.metrics.lost._value.get() == 0
+            leaver._reporter._task.cancel()
+            async with asyncio.timeout(20):
+                data = (began + await response.read()).decode()
+        *events, done = data.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        whole = await found.complete(**body)
+        streamed = (json.loads(event[6:])["choices"][0]["text"] for event in events)
+        assert "".join(streamed) == whole["choices"][0]["text"]
+        await until(lambda: name not in found.gateway._members[0]._followed)
+        await leaver.stop()
 
 
 @pytest.mark.extended
