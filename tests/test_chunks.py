@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.generation import DONE, ChoiceWriter, data_event
+from aioinfer.api.errors import DONE, error_body
+from aioinfer.api.generation import ChoiceWriter, data_event
 from aioinfer.api.protocol import StreamOptions
 from aioinfer.engine.output import Delta
 from aioinfer.features.logprobs.planning import TokenLogprob
@@ -91,5 +92,5 @@ def test_with_usage_every_chunk_has_the_field() -> None:
 
 
 def test_errors_and_the_end() -> None:
-    assert parse(data_event({"error": {"message": "gone\n"}})) == {"error": {"message": "gone\n"}}
+    assert parse(data_event(error_body(500, "gone\n")))["error"]["message"] == "gone\n"
     assert DONE == b"data: [DONE]\n\n"

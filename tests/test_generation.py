@@ -16,9 +16,13 @@ from aioinfer.api.anthropic import AnthropicDialect, MessagesRequest
 from aioinfer.api.decoding import decode
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.openai import chat
-from aioinfer.api.openai.chat import ChatDialect, ChatRequest, ChatWriter
-from aioinfer.api.openai.chunks import Chunk
-from aioinfer.api.openai.completions import CompletionDialect, CompletionRequest, CompletionWriter
+from aioinfer.api.openai.chat import ChatChunk, ChatDialect, ChatRequest, ChatWriter
+from aioinfer.api.openai.completions import (
+    CompletionChunk,
+    CompletionDialect,
+    CompletionRequest,
+    CompletionWriter,
+)
 from aioinfer.api.protocol import StreamOptions
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput
@@ -53,7 +57,7 @@ def text_writer(echo: str = "2 + 2", index: int = 0, **fields: Any) -> ChoiceWri
     dialect.frontend = cast(Any, SimpleNamespace(tokenizer=object()))
     dialect.body = CompletionRequest(prompt="2 + 2", stream=True, **fields)
     usage = None if dialect.body.include_usage else UNSET
-    dialect.chunk, dialect.names = Chunk(**SHARED, usage=usage), None
+    dialect.chunk, dialect.names = CompletionChunk(**SHARED, usage=usage), None
     return CompletionWriter(dialect, OUTPUT, index, [7, 8], echo)
 
 
@@ -61,7 +65,7 @@ def chat_writer(*, parses: bool = True, **fields: Any) -> ChatWriter:
     dialect = ChatDialect.__new__(ChatDialect)
     dialect.frontend = cast(Any, SimpleNamespace(tokenizer=None, message_format=FORMAT))
     dialect.body = replace(decode(MESSAGES, ChatRequest), **fields)
-    dialect.chunk = Chunk(id="chatcmpl-1", object="chat.completion.chunk", created=1, model="m")
+    dialect.chunk = ChatChunk(id="chatcmpl-1", created=1, model="m")
     dialect.names = None
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=parses)
     return ChatWriter(dialect, OUTPUT, 1)

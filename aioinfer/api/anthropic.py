@@ -39,13 +39,6 @@ _HOUR_S = 3600.0
 _CHOICES: Mapping[str, Choice] = {
     "auto": "auto", "any": "required", "tool": "named", "none": "none",
 }  # fmt: skip
-#: The event of most tokens.
-_TEXT_EVENT = (
-    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-    b'"delta":{"type":"text_delta","text":%b}}\n\n'
-)
-
-
 #: Types of blocks with pictures, or with texts beside the conversation.
 _MEDIA = ("image", "document", "search_result")
 
@@ -412,6 +405,80 @@ class MessageReply(Struct, kw_only=True):
     usage: MessageUsage
 
 
+class MessageStart(Struct, kw_only=True, tag="message_start"):
+    """The first event: the message without content."""
+
+    message: MessageReply
+
+
+class Ping(Struct, tag="ping"):
+    """An event without a meaning, which clients expect."""
+
+
+class BlockStart(Struct, kw_only=True, tag="content_block_start"):
+    """A block begins."""
+
+    index: int
+    content_block: ReplyBlock
+
+
+class TextDelta(Struct, kw_only=True, tag="text_delta"):
+    """More of a text."""
+
+    text: str
+
+
+class ThinkingDelta(Struct, kw_only=True, tag="thinking_delta"):
+    """More of a thought."""
+
+    thinking: str
+
+
+class InputDelta(Struct, kw_only=True, tag="input_json_delta"):
+    """More of the JSON that a call's input is."""
+
+    partial_json: str
+
+
+class BlockDelta(Struct, kw_only=True, tag="content_block_delta"):
+    """A block gets more."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | InputDelta
+
+
+class BlockStop(Struct, kw_only=True, tag="content_block_stop"):
+    """A block has ended."""
+
+    index: int
+
+
+class MessageEnd(Struct, kw_only=True):
+    """Why a message has ended, and the stop sequence that ended it."""
+
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, kw_only=True, tag="message_delta"):
+    """The end of the message, and its tokens."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(Struct, tag="message_stop"):
+    """The last event."""
+
+
+#: The event of most tokens, with gaps for the index and for the JSON of the text.
+_TEXT_EVENT = (
+    named_event(BlockDelta(index=0, delta=TextDelta(text="")))
+    .replace(b"0", b"%d")
+    .replace(b'""', b"%b")
+)
+
+
 class TokenCount(Struct, kw_only=True):
     """The number of tokens of a conversation."""
 
@@ -431,6 +498,9 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     body_type = MessagesRequest
     reply_type = MessageReply
+    event_types = (
+        MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop,
+    )  # fmt: skip
     id_prefix = "msg_"
 
     @property
@@ -465,27 +535,26 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
-        return named_event("message_start", message=self._message([], 1)) + named_event("ping")
+        return named_event(MessageStart(message=self._message([], 1))) + named_event(Ping())
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
-        if kind == "delta" and block.kind == "text":  # most tokens
-            return _TEXT_EVENT % (block.index, orjson.dumps(text))
-        fields: dict[str, Any] = {}
         if kind == "start":
-            fields["content_block"] = _content(block)
-        elif kind == "delta" and block.kind == "reasoning":
-            fields["delta"] = {"type": "thinking_delta", "thinking": text}
-        elif kind == "delta":
-            fields["delta"] = {"type": "input_json_delta", "partial_json": text}
-        return named_event(f"content_block_{kind}", index=block.index, **fields)
+            return named_event(BlockStart(index=block.index, content_block=_content(block)))
+        if kind == "stop":
+            return named_event(BlockStop(index=block.index))
+        if block.kind == "text":  # most tokens
+            return _TEXT_EVENT % (block.index, orjson.dumps(text))
+        is_thought = block.kind == "reasoning"
+        delta = ThinkingDelta(thinking=text) if is_thought else InputDelta(partial_json=text)
+        return named_event(BlockDelta(index=block.index, delta=delta))
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         ended, sequence = self._stop(reason, stop_reason)
-        delta = {"stop_reason": ended, "stop_sequence": sequence}
-        last = named_event("message_delta", delta=delta, usage=self._usage(num_tokens))
-        return last + named_event("message_stop")
+        end = MessageEnd(stop_reason=ended, stop_sequence=sequence)
+        last = MessageDelta(delta=end, usage=self._usage(num_tokens))
+        return named_event(last) + named_event(MessageStop())
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""

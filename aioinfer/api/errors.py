@@ -40,6 +40,10 @@ _NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 _MAX_MESSAGE_CHARS = 400
 
 
+#: Ends a stream of OpenAI's APIs but for Responses.
+DONE = b"data: [DONE]\n\n"
+
+
 class ErrorDetail(Struct, kw_only=True):
     """The details of an error; `param` names the field of the request."""
 
@@ -54,7 +58,7 @@ class ErrorReply(Struct, kw_only=True):
 
     #: What ends a stream in which something failed, around the error: some clients wait for
     #: `[DONE]`.
-    event: ClassVar[bytes] = b"data: %b\n\ndata: [DONE]\n\n"
+    event: ClassVar[bytes] = b"data: %b\n\n" + DONE
 
     error: ErrorDetail
 

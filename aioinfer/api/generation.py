@@ -7,8 +7,8 @@ collected. A reply has one choice for each sequence of each prompt, numbered thr
 and call it a message, or have numbered replies.
 
 The words of an API are three: a `ChoiceWriter` turns what comes of a choice into bytes, `Dialect`
-has the bytes between and behind the choices, and `Dialect.whole` is a reply in one piece. It is a
-msgspec struct, so that `/openapi.json` describes what is sent.
+has the bytes between and behind the choices, and `Dialect.whole` is a reply in one piece. Replies
+and events are msgspec structs, so that `/openapi.json` describes what is sent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_blocks import Block, BlockChange, BlockKind, Blocks
 from aioinfer.text.message_parser import ToolUse
-
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +105,7 @@ class Dialect(Generic[P]):
         generates: whether it needs a model that generates text.
         body_type: the type of its bodies.
         reply_type: the type of its replies in one piece.
+        event_types: the types of the events of a stream, but for a failure.
         text_field: the field that a model without a tokenizer cannot read; None where the prompt
             may be token ids.
         id_prefix: of its replies' ids.
@@ -120,6 +119,7 @@ class Dialect(Generic[P]):
     generates: ClassVar[bool] = True
     body_type: ClassVar[type[PromptsBody]]
     reply_type: ClassVar[Any]
+    event_types: ClassVar[Sequence[type[Struct]]] = ()
     text_field: ClassVar[str | None] = "messages"
     id_prefix: ClassVar[str]
     content_type = STREAM_HEADERS["Content-Type"]
@@ -321,14 +321,14 @@ class BlockWriter(ChoiceWriter):
             yield from self._blocks.take(self._parser.feed(token.text), entry)
 
 
-def data_event(body: Mapping[str, Any] | Struct) -> bytes:
+def data_event(event: Struct) -> bytes:
     """Returns an event without a name."""
-    return b"data: " + encode(body) + b"\n\n"
+    return b"data: " + encode(event) + b"\n\n"
 
 
-def named_event(kind: str, **fields: Any) -> bytes:
-    """Returns an event of a kind, which is its name and its `type`, with further fields."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+def named_event(event: Struct) -> bytes:
+    """Returns an event whose name is its `type`, the tag of the struct."""
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), encode(event))
 
 
 class Timings(Struct, kw_only=True):

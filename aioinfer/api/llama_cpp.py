@@ -371,6 +371,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
     body_type = LlamaCompletion
     # one prompt has one reply, several have a list
     reply_type = LlamaReply | list[LlamaReply]
+    event_types = (LlamaToken, LlamaReply)
     text_field = "prompt"
     id_prefix = "cmpl-"
 

@@ -464,11 +464,11 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
 
     content_type = "application/x-ndjson"
     reply_type = Line
+    event_types = (Line,)
     id_prefix = "ollama-"
 
     def __init__(self, request: web.Request, body: OllamaChat | OllamaGenerate):
         super().__init__(request, body)
-        self._num_logprobs = 0  # of the block's, that have been sent
         self._arrived = request[RECORD].arrived
 
     @classmethod
@@ -511,13 +511,10 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         if block.kind == "call":
             return self._event(self._line(calls=[block])) if kind == "stop" else b""
         if kind != "delta":
-            self._num_logprobs = 0
             return b""
         if block.kind != "text":
             return self._event(self._line(thinking=text))
-        new = block.logprobs[self._num_logprobs :]
-        self._num_logprobs = len(block.logprobs)
-        return self._event(self._line(text, logprobs=new or UNSET))
+        return self._event(self._line(text, logprobs=block.new_logprobs() or UNSET))
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""

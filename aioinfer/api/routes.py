@@ -33,8 +33,23 @@ from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.http import limits
-from aioinfer.api.openai import audio, chat, completions, pooling, responses, scoring, tokenization
-from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
+from aioinfer.api.openai import (
+    audio,
+    chat,
+    completions,
+    pooling,
+    responses,
+    responses_body,
+    scoring,
+    tokenization,
+)
+from aioinfer.api.openai.audio import (
+    TranscriptDelta,
+    TranscriptDone,
+    Transcription,
+    TranscriptionForm,
+    TranslationForm,
+)
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.errors import RequestError
@@ -81,8 +96,11 @@ def _dialect(path: str, kind: type[Dialect[Any]]) -> Route:
         return await answer(request, kind)
 
     handle.__doc__ = kind.__doc__
-    stream = kind.content_type.partition(";")[0] if kind.generates else None
-    return Route("POST", path, handle, kind.body_type, kind.reply_type, stream=stream)
+    events = kind.event_types
+    stream = kind.content_type.partition(";")[0] if events else None
+    return Route(
+        "POST", path, handle, kind.body_type, kind.reply_type, stream=stream, events=events
+    )
 
 
 def _of_feature(endpoint: Endpoint) -> Route:
@@ -145,7 +163,13 @@ ROUTES: tuple[Route, ...] = (
     _dialect("/v1/responses", responses.ResponseDialect),
     _dialect("/responses", responses.ResponseDialect),
     _post("/v1/responses/input_tokens", responses.count_input_tokens),
-    _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE),
+    _get(
+        "/v1/responses/{id}",
+        responses.get_response,
+        Response,
+        stream=_SSE,
+        events=responses_body.EVENT_TYPES,
+    ),
     _delete("/v1/responses/{id}", responses.delete_response),
     _post("/v1/responses/{id}/cancel", responses.cancel_response),
     _get("/v1/responses/{id}/input_items", responses.list_input_items),
@@ -174,6 +198,7 @@ ROUTES: tuple[Route, ...] = (
         form=TranscriptionForm,
         reply=Transcription,
         stream=_SSE,
+        events=(TranscriptDelta, TranscriptDone),
     ),
     _post("/v1/audio/translations", audio.translate, form=TranslationForm, reply=Transcription),
     # Anthropic
@@ -220,7 +245,13 @@ ROUTES: tuple[Route, ...] = (
     # This description of them, and the page at "/"
     _get("/openapi.json", openapi.show_openapi),
     _get("/page/info", page.show_info, query=ModelQuery),
-    _get("/page/live", page.stream_live, content_type=_SSE),
+    _get(
+        "/page/live",
+        page.stream_live,
+        content_type=_SSE,
+        stream=_SSE,
+        events=(page.LiveState,),
+    ),
 )
 
 

@@ -34,6 +34,7 @@ class Block:
         name: of a call, the function.
         parts: its text in pieces; of a call, the arguments.
         logprobs: of a text, the log-probabilities of its tokens, if they are wanted.
+        num_sent: how many of them `new_logprobs` has returned.
     """
 
     index: int
@@ -42,6 +43,12 @@ class Block:
     name: str = ""
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenBytes] = field(default_factory=list)
+    num_sent: int = 0
+
+    def new_logprobs(self) -> list[TokenBytes]:
+        """Returns the log-probabilities that have come since the last call."""
+        first, self.num_sent = self.num_sent, len(self.logprobs)
+        return self.logprobs[first:]
 
     @property
     def text(self) -> str:

@@ -22,6 +22,7 @@ from aioinfer.api.openai import audio
 from aioinfer.cli.server_process import _ready_text
 from aioinfer.config import MediaConfig
 from tests.functional.conftest import Served, serve
+from tests.functional.test_stream_events import declared_by, kinds, read
 from tests.source_models import (
     ID,
     RATE,
@@ -103,6 +104,14 @@ def expected_text(model: Any) -> str:
     tokens = [token for token in ids[0].tolist() if token < 256]
     decoded: str = make_tokenizer().decode(tokens)
     return decoded.strip()
+
+
+async def test_the_events_of_a_stream_are_declared(hearing: Served) -> None:
+    form = aiohttp.FormData({"language": "en", "stream": "true"})
+    form.add_field("file", FILE[1], filename=FILE[0], content_type=FILE[2])
+    async with hearing.http.post("/v1/audio/transcriptions", data=form) as response:
+        found = await read(response, await declared_by(hearing))
+    assert kinds(found) == {"transcript.text.delta", "transcript.text.done"}
 
 
 async def test_a_stream_has_the_whole_text_in_parts(client: openai.AsyncOpenAI) -> None:

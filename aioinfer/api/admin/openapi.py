@@ -1,8 +1,8 @@
 """`/openapi.json`: a description of all endpoints (OpenAPI 3.1), and `/docs`, a page that shows it.
 
-Request bodies are described by the types that check them, and replies by the types that are sent,
-so they cannot disagree with the server. `api.routes` has a `Route` for every endpoint, and
-`EXAMPLES` a body of each type, with which the page lets its reader try a call.
+Request bodies are described by the types that check them, and replies and the events of streams by
+the types that are sent, so they cannot disagree with the server. `api.routes` has a `Route` for
+every endpoint, and `EXAMPLES` a body of each type, with which the page lets its reader try a call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from aiohttp import web
 from aioinfer import __version__
 from aioinfer.api.context import MODELS
 from aioinfer.api.errors import (
+    DONE,
     PREFIX,
     AnthropicError,
     ErrorReply,
@@ -46,7 +47,8 @@ class Route:
         body: the type that checks the request's body.
         reply: the type of a reply with status 200, if it has one.
         content_type: of that reply.
-        stream: the content type of the stream that the reply may be instead.
+        stream: the content type of the stream that the reply is, or may be instead.
+        events: the types of the stream's events, but for a failure.
         query: the type of the parameters of the query.
         form: the type of the fields of a form, beside its file, where the body is one.
         example: of a body, if `EXAMPLES` has none.
@@ -59,6 +61,7 @@ class Route:
     reply: Any = None
     content_type: str = "application/json"
     stream: str | None = None
+    events: Sequence[type] = ()
     query: type | None = None
     form: type | None = None
     example: Mapping[str, Any] | None = None
@@ -120,7 +123,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 def describe(app: web.Application, routes: Sequence[Route]) -> dict[str, Any]:
     """Returns the OpenAPI document of an application that has these routes."""
-    types = {t for r in routes for t in (r.body, r.reply) if t is not None}
+    types = {t for r in routes for t in (r.body, r.reply, *r.events) if t is not None}
     errors = {ErrorReply, AnthropicError, LlamaError, OllamaError}
     ordered = sorted(types | errors, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
@@ -166,7 +169,7 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
         schema = {"type": "object"} if route.reply is None else schema_of[route.reply]
         content = {"application/json": {"schema": schema}}
     if route.stream is not None:
-        content[route.stream] = {}
+        content[route.stream] = {"schema": _event(route, path, schema_of)}
     error = {"content": {"application/json": {"schema": schema_of[error_shape(path)]}}}
     found: dict[str, Any] = {
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}".rstrip("_"),
@@ -193,6 +196,20 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
         form = {"multipart/form-data": {"schema": _form_of(route.form)}}
         found["requestBody"] = {"required": True, "content": form}
     return found
+
+
+def _event(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[str, Any]:
+    """Returns the schema of an event of a stream: of a line of JSON, or, as in OpenAPI 3.2, of the
+    fields of a server-sent event, whose `data` is a text. A stream may end with a failure."""
+    failure = error_shape(path)
+    event = {"anyOf": [schema_of[kind] for kind in (*route.events, failure)]}
+    if route.stream != "text/event-stream":
+        return event
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
+    data["contentSchema"] = event
+    if DONE in failure.event:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _schema_of(kind: type) -> dict[str, Any]:

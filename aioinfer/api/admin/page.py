@@ -113,6 +113,13 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
+class LiveState(Struct, kw_only=True):
+    """An event of the live stream: the state of each engine at a `time` in seconds."""
+
+    time: float
+    engines: list[dict[str, Any]]
+
+
 class PageInfo(Struct, kw_only=True):
     """What the chat page needs to know of the server.
 
@@ -201,7 +208,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                     for state, owner in zip(states, owners, strict=True):
                         state["model"] = owner.config.name
                         state["asleep"] = owner.control.sleep_level > 0
-                event = {"time": time.perf_counter(), "engines": states}
+                event = LiveState(time=time.perf_counter(), engines=states)
                 await response.write(data_event(event))
                 last_steps = [
                     state["log"][-1].step_id if state["log"] else last

@@ -98,6 +98,19 @@ class Transcription(Struct, kw_only=True):
     usage: DurationUsage
 
 
+class TranscriptDelta(Struct, kw_only=True, tag="transcript.text.delta"):
+    """An event of a stream: more of the text."""
+
+    delta: str
+
+
+class TranscriptDone(Struct, kw_only=True, tag="transcript.text.done"):
+    """The last event of a stream: all of the text."""
+
+    text: str
+    usage: DurationUsage
+
+
 class TranscribedSegment(Struct, kw_only=True):
     """A piece of a transcript, in seconds from the beginning; `avg_logprob` and
     `compression_ratio` are of the part of the file that was heard at once, as Whisper's own."""
@@ -340,8 +353,9 @@ class Transcript:
                 text = text if texts else text.lstrip()
                 if text:
                     texts.append(text)
-                    await response.write(_event("delta", delta=text))
-            await response.write(_event("done", text="".join(texts), usage=self._usage))
+                    await response.write(data_event(TranscriptDelta(delta=text)))
+            done = TranscriptDone(text="".join(texts), usage=self._usage)
+            await response.write(data_event(done))
         except ConnectionError:  # the client is gone
             raise
         except Exception as error:
@@ -411,11 +425,6 @@ class Transcript:
             compression_ratio=self._compression(delta),
             no_speech_prob=self._no_speech.get(segment.part),
         )
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    """Returns an event of a stream: more of the text, or all of it."""
-    return data_event({"type": f"transcript.text.{kind}", **fields})
 
 
 async def _in_order(outputs: Sequence[RequestOutput]) -> AsyncIterator[Delta]:

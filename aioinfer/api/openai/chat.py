@@ -17,6 +17,7 @@ from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt
 from aioinfer.api.messages import ContentPart, Message, TextPart, converted, template_messages
 from aioinfer.api.openai.chunks import (
     Choice,
+    Chunk,
     ChunkChoice,
     ChunkDialect,
     ChunkWriter,
@@ -151,6 +152,23 @@ class ChatDelta(Struct, kw_only=True):
     tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
+class ChatChunkChoice(ChunkChoice, kw_only=True):
+    """A choice in a chunk."""
+
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(Chunk, kw_only=True):
+    """An event of a chat's stream."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: Sequence[ChatChunkChoice] = ()
+
+
 class AssistantMessage(Struct, kw_only=True):
     """The model's message; the thought has the names of two other servers."""
 
@@ -170,8 +188,7 @@ class ChatChoice(Choice, kw_only=True):
 
 
 class ChatCompletion(Envelope, kw_only=True):
-    """The reply of `/v1/chat/completions`. A stream has chunks with a `delta` in the place of the
-    `message`, as server-sent events; a stored one has `metadata`."""
+    """The reply of `/v1/chat/completions`; a stored one has `metadata`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None
@@ -199,7 +216,8 @@ class ChatDialect(ChunkDialect[ChatRequest]):
     body_type = ChatRequest
     reply_type = ChatCompletion
     id_prefix = "chatcmpl-"
-    chunk_object = "chat.completion.chunk"
+    chunk_type = ChatChunk
+    event_types = (ChatChunk,)
 
     def __init__(self, request: web.Request, body: ChatRequest):
         super().__init__(request, body)
@@ -312,7 +330,7 @@ class ChatWriter(ChunkWriter):
 
     def __init__(self, dialect: ChatDialect, output: RequestOutput, index: int):
         super().__init__(dialect, output, dialect.turn.prompt)
-        self.empty = ChunkChoice(index=index, delta=ChatDelta())
+        self.empty = ChatChunkChoice(index=index, delta=ChatDelta())
         self.record = Delta(index) if dialect.body.store else None
         self._frontend, self._parses = dialect.frontend, dialect.turn.parses
         self._parser = make_parser(dialect.frontend, dialect.turn)

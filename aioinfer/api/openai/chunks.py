@@ -16,9 +16,9 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from aioinfer.api.context import FINGERPRINTS, encode
+from aioinfer.api.errors import DONE
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import (
-    DONE,
     ChoiceWriter,
     PromptProgress,
     TextDialect,
@@ -88,18 +88,11 @@ class Choice(Struct, kw_only=True):
 
 
 class ChunkChoice(Struct, kw_only=True):
-    """A choice in a chunk: the `text` of a completion or the `delta` of a chat's message, with the
-    ids of its tokens where they are asked for (vLLM's fields). The last chunk of a choice has the
+    """A choice in a chunk. Those of both APIs have, behind what is new of the text, the ids of its
+    tokens where they are asked for (vLLM's fields). The last chunk of a choice has the
     `finish_reason`, and as the `stop_reason` the token id or string that ended the text."""
 
     index: int
-    text: str | UnsetType = UNSET
-    delta: Struct | UnsetType = UNSET
-    logprobs: Struct | None = None
-    token_ids: Sequence[int] | UnsetType = UNSET
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class Chunk(Envelope, kw_only=True):
@@ -117,14 +110,14 @@ class ChunkDialect(TextDialect[S]):
     """The words of completions and chat completions: the part that they have in common.
 
     Attributes:
-        chunk_object: the `object` of a stream's chunks.
+        chunk_type: the type of a stream's chunks.
         envelope: the fields that the reply has whatever it is.
         chunk: a chunk without choices.
         names: gives the tokens' texts in log-probabilities; None where they name ids.
         writers: of the choices, in their order.
     """
 
-    chunk_object: ClassVar[str]
+    chunk_type: ClassVar[type[Chunk]]
 
     def __init__(self, request: web.Request, body: S):
         super().__init__(request, body)
@@ -135,7 +128,7 @@ class ChunkDialect(TextDialect[S]):
             "system_fingerprint": request.app[FINGERPRINTS][self.frontend.config.name],
         }
         usage = None if body.include_usage else UNSET
-        self.chunk = Chunk(object=self.chunk_object, usage=usage, **self.envelope)
+        self.chunk = self.chunk_type(usage=usage, **self.envelope)
         self.names = None if body.return_tokens_as_token_ids else self.frontend.tokenizer
         self.writers: list[ChunkWriter] = []
         self._count_thought: ThoughtCount | None = None

@@ -22,6 +22,7 @@ from aioinfer.api.logprobs import (
 )
 from aioinfer.api.openai.chunks import (
     Choice,
+    Chunk,
     ChunkChoice,
     ChunkDialect,
     ChunkWriter,
@@ -108,12 +109,30 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class Completion(Envelope, kw_only=True):
-    """The reply of `/v1/completions`. A stream is a sequence of these as server-sent events."""
+    """The reply of `/v1/completions`."""
 
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class CompletionChunkChoice(ChunkChoice, kw_only=True):
+    """A choice in a chunk: more of its text. The first one may have the ids of the prompt."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    """An event of a completion's stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: Sequence[CompletionChunkChoice] = ()
 
 
 def _sampling_params(
@@ -199,7 +218,8 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
     reply_type = Completion
     text_field = None
     id_prefix = "cmpl-"
-    chunk_object = "text_completion"
+    chunk_type = CompletionChunk
+    event_types = (CompletionChunk,)
 
     @property
     def with_ids(self) -> bool:
@@ -294,7 +314,7 @@ class CompletionWriter(ChunkWriter):
     ):
         """Makes the writer of choice `index`, which begins with `echo`."""
         super().__init__(dialect, output, prompt)
-        self.empty = ChunkChoice(index=index, text="")
+        self.empty = CompletionChunkChoice(index=index, text="")
         self._echo, self._num_top = echo, dialect.body.logprobs
         # has the log-probabilities of the prompt, if they are shown
         is_scored = dialect.body.echo and self._num_top is not None

@@ -42,12 +42,29 @@ from aioinfer.api.logprobs import formatted
 from aioinfer.api.messages import converted
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
+    EVENT_TYPES,
+    ArgumentsDelta,
+    ArgumentsDone,
     InputTokens,
     Item,
+    ItemAdded,
+    ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
     Part,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
     ReplayQuery,
     Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
     ResponseFault,
+    ResponseIncomplete,
+    ResponseInProgress,
     ResponseRequest,
     ResponseUsage,
     Status,
@@ -64,9 +81,9 @@ from aioinfer.text.message_parser import ToolUse
 
 #: Tokens of a prompt before `truncation` drops items of it.
 _MAX_UNCUT_TOKENS = 2**20
-#: The events of a block's text by its kind.
-_TEXT_EVENTS: Mapping[BlockKind, str] = {
-    "call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text",
+#: The events of more text by the kind of its block.
+_DELTAS: Mapping[BlockKind, type[ResponseEvent]] = {
+    "call": ArgumentsDelta, "reasoning": ReasoningDelta, "text": OutputTextDelta,
 }  # fmt: skip
 #: Statuses of a request that has had a step.
 _HAD_STEPS = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -81,6 +98,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     body_type = ResponseRequest
     reply_type = Response
+    event_types = EVENT_TYPES
     text_field = "input"
     id_prefix = "resp_"
     task: asyncio.Task[None]
@@ -102,7 +120,6 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         self._created = state.created
         self._new_items: list[Item] = []  # of the input
         self._number = 0  # of the next event
-        self._num_logprobs = 0  # of the block's, that have been sent
         self._ids = random.Random(state.key)
         #: Is set with the next events, and is another one then.
         self.news = asyncio.Event()
@@ -246,46 +263,42 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             total_tokens=prompt + num_tokens,
         )
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: type[ResponseEvent], **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return named_event(f"response.{kind}", sequence_number=number, **fields)
+        return named_event(kind(sequence_number=number, **fields))
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
-        body = self.response("in_progress")
-        return self._event("created", response=body) + self._event("in_progress", response=body)
+        body, event = self.response("in_progress"), self._event
+        return event(ResponseCreated, response=body) + event(ResponseInProgress, response=body)
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
-        index, event, name = block.index, self._event, _TEXT_EVENTS[block.kind]
+        index, event, is_text = block.index, self._event, block.kind == "text"
         place: dict[str, Any] = {"item_id": item_id(block), "output_index": index}
-        is_call, is_text = block.kind == "call", block.kind == "text"
-        if not is_call:
-            place["content_index"] = 0
         if kind == "delta":
-            new = {"logprobs": block.logprobs[self._num_logprobs :]} if is_text else {}
-            self._num_logprobs = len(block.logprobs)
-            return event(f"{name}.delta", **place, delta=text, **new)
+            new = {"logprobs": block.new_logprobs()} if is_text else {}
+            return event(_DELTAS[block.kind], **place, delta=text, **new)
         if kind == "start":
-            self._num_logprobs = 0
-            item = Item.of(block, "in_progress")
-            data = event("output_item.added", output_index=index, item=item)
-            if not is_call:
-                data += event("content_part.added", **place, part=Part.of(block))
-            return data
-        if is_call:
-            data = event(f"{name}.done", **place, name=block.name, arguments=block.text)
+            data = event(ItemAdded, output_index=index, item=Item.of(block, "in_progress"))
+            has_part = block.kind != "call"
+            return data + event(PartAdded, **place, part=Part.of(block)) if has_part else data
+        if block.kind == "call":
+            data = event(ArgumentsDone, **place, name=block.name, arguments=block.text)
+        elif is_text:
+            data = event(OutputTextDone, **place, text=block.text, logprobs=block.logprobs)
         else:
-            logprobs = {"logprobs": block.logprobs} if is_text else {}
-            data = event(f"{name}.done", **place, text=block.text, **logprobs)
-            data += event("content_part.done", **place, part=Part.of(block))
+            data = event(ReasoningDone, **place, text=block.text)
+        if block.kind != "call":
+            data += event(PartDone, **place, part=Part.of(block))
         item = Item.of(block, self._item_status(block))
-        return data + event("output_item.done", output_index=index, item=item)
+        return data + event(ItemDone, output_index=index, item=item)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         body = self.message(reason, stop_reason, num_tokens)
-        return self._event(body.status, response=body)
+        is_cut = body.status == "incomplete"
+        return self._event(ResponseIncomplete if is_cut else ResponseCompleted, response=body)
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Response:
         """See `MessageDialect.message`."""
@@ -321,7 +334,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return self._event("failed", response=self.failed(error))
+        return self._event(ResponseFailed, response=self.failed(error))
 
     # ------------------------------------------------------------ in the background
 

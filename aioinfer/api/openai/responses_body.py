@@ -13,6 +13,7 @@ import orjson
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
+from aioinfer.api.logprobs import ScoredToken
 from aioinfer.api.messages import AudioPart, InputAudio, TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import (
@@ -377,6 +378,112 @@ class Response(Struct, kw_only=True):
             return self.output
         id = f"msg_{self.id.removeprefix('resp_')}"
         return [Item(id=id, status=self.status, role="assistant", content=[])]
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """The fields of all events of a stream: which one it is."""
+
+    sequence_number: int
+
+
+class ResponseCreated(ResponseEvent, kw_only=True, tag="response.created"):
+    """The response as it begins."""
+
+    response: Response
+
+
+class ResponseInProgress(ResponseCreated, kw_only=True, tag="response.in_progress"):
+    """The same once more, as OpenAI has it."""
+
+
+class ResponseCompleted(ResponseCreated, kw_only=True, tag="response.completed"):
+    """The response, which is complete."""
+
+
+class ResponseIncomplete(ResponseCreated, kw_only=True, tag="response.incomplete"):
+    """The response, which its length has ended."""
+
+
+class ResponseFailed(ResponseCreated, kw_only=True, tag="response.failed"):
+    """The response, which an error has ended."""
+
+
+class ItemAdded(ResponseEvent, kw_only=True, tag="response.output_item.added"):
+    """An item begins."""
+
+    output_index: int
+    item: Item
+
+
+class ItemDone(ItemAdded, kw_only=True, tag="response.output_item.done"):
+    """An item has ended."""
+
+
+class EventOfItem(ResponseEvent, kw_only=True):
+    """The fields of events within an item."""
+
+    item_id: str
+    output_index: int
+
+
+class EventOfPart(EventOfItem, kw_only=True):
+    """The fields of events within the content of an item, which has one part."""
+
+    content_index: int = 0
+
+
+class PartAdded(EventOfPart, kw_only=True, tag="response.content_part.added"):
+    """The content begins."""
+
+    part: Part
+
+
+class PartDone(PartAdded, kw_only=True, tag="response.content_part.done"):
+    """The content has ended."""
+
+
+class ArgumentsDelta(EventOfItem, kw_only=True, tag="response.function_call_arguments.delta"):
+    """More of a call's arguments."""
+
+    delta: str
+
+
+class ArgumentsDone(EventOfItem, kw_only=True, tag="response.function_call_arguments.done"):
+    """The whole arguments of a call."""
+
+    name: str
+    arguments: str
+
+
+class ReasoningDelta(EventOfPart, kw_only=True, tag="response.reasoning_text.delta"):
+    """More of a thought."""
+
+    delta: str
+
+
+class ReasoningDone(EventOfPart, kw_only=True, tag="response.reasoning_text.done"):
+    """A whole thought."""
+
+    text: str
+
+
+class OutputTextDelta(ReasoningDelta, kw_only=True, tag="response.output_text.delta"):
+    """More of a text, with the log-probabilities of its tokens, if they are wanted."""
+
+    logprobs: list[ScoredToken]
+
+
+class OutputTextDone(ReasoningDone, kw_only=True, tag="response.output_text.done"):
+    """A whole text."""
+
+    logprobs: list[ScoredToken]
+
+
+EVENT_TYPES: Sequence[type[ResponseEvent]] = (
+    ResponseCreated, ResponseInProgress, ResponseCompleted, ResponseIncomplete, ResponseFailed,
+    ItemAdded, ItemDone, PartAdded, PartDone, ArgumentsDelta, ArgumentsDone, ReasoningDelta,
+    ReasoningDone, OutputTextDelta, OutputTextDone,
+)  # fmt: skip
 
 
 class InputTokens(Struct, kw_only=True):
