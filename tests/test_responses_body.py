@@ -8,13 +8,8 @@ import msgspec
 import pytest
 
 from aioinfer.api.decoding import decode
-from aioinfer.api.openai.responses_body import (
-    Item,
-    Part,
-    ResponseRequest,
-    input_items,
-    to_messages,
-)
+from aioinfer.api.messages import Item, Part, input_items, to_messages
+from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.errors import RequestError
 
 

@@ -16,7 +16,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import frontend_of
 from aioinfer.api.generation import MessageDialect, named_event
-from aioinfer.api.messages import TemplateContent, converted, template_content
+from aioinfer.api.messages import (
+    TemplateContent,
+    converted,
+    template_call,
+    template_content,
+)
 from aioinfer.api.protocol import (
     RETAIN_S,
     Count,
@@ -334,8 +339,7 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
             case "image" | "document" | "search_result", "user":
                 parts += block.shown(place)
             case "tool_use", "assistant" if block.name:
-                function = {"name": block.name, "arguments": block.input or {}}
-                call = {"type": "function", "id": block.id or "", "function": function}
+                call = template_call(block.name, block.input, block.id or "")
                 extra.setdefault("tool_calls", []).append(call)
             case "thinking", "assistant":
                 join_thoughts(extra, block.thinking or "")

@@ -252,7 +252,7 @@ class MessageDialect(TextDialect[B]):
 
     def opening(self) -> bytes:
         """Returns the events before the first block."""
-        raise NotImplementedError
+        return b""
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """Returns the events of a `BlockChange`."""

@@ -1,4 +1,5 @@
-"""Messages of a conversation: as clients send them, and as chat templates read them.
+"""Messages of a conversation: as clients send them, and as chat templates read them; and the items
+that stand for messages in the Responses API, which conversations store.
 
 `protocol` owns the rest of a body.
 """
@@ -6,16 +7,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import secrets
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.engine.chat_turn import call_input
-from aioinfer.errors import FieldError
+from aioinfer.engine.chat_turn import call_input, join_thoughts
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.media.source import MediaSource
 from aioinfer.text.json_values import count_values
+from aioinfer.text.message_blocks import Block
 
 T = TypeVar("T")
 #: Shorter texts are not searched for JSON values: they cannot hold many.
@@ -183,22 +186,19 @@ class Message(Struct, kw_only=True):
         """
         message = {
             "role": _TEMPLATE_ROLES.get(self.role, self.role),
-            "content": self._content(where) or self.refusal or "",
+            "content": shown_content(self.content, f"{where}.content") or self.refusal or "",
         }
         fields = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
-            "tool_calls": [_call_for_template(call) for call in self._calls] or None,
+            "tool_calls": [
+                template_call(call.function.name, call.function.arguments, call.id, call.type)
+                for call in self._calls
+            ]
+            or None,
         }
         return message | {name: value for name, value in fields.items() if value is not None}
-
-    def _content(self, where: str) -> TemplateContent:
-        if isinstance(self.content, str):
-            return self.content
-        return template_content(
-            part.shown(f"{where}.content[{index}]") for index, part in enumerate(self.content or ())
-        )
 
 
 #: A message's content for a chat template: a text, or parts as `engine.pictures` reads them.
@@ -220,12 +220,25 @@ def template_content(parts: Iterable[str | MediaSource]) -> TemplateContent:
     ]
 
 
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if not isinstance(arguments, dict):
-        arguments = dict(call_input(arguments or ""))
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})
+def shown_content(
+    content: str | Sequence[ContentPart | Part] | UnsetType | None, place: str
+) -> TemplateContent:
+    """Returns a content, whose place in the body is given, as chat templates read it."""
+    if isinstance(content, str):
+        return content
+    parts = enumerate(content or ())
+    return template_content(part.shown(f"{place}[{index}]") for index, part in parts)
+
+
+def template_call(
+    name: Any, arguments: str | Mapping[str, Any] | None, id: Any, kind: str = "function"
+) -> dict[str, Any]:
+    """Returns a call as chat templates read it, with its arguments as an object; without an id if
+    that is None."""
+    if not isinstance(arguments, Mapping):
+        arguments = call_input(arguments or "")
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"type": kind, "function": function} | ({} if id is None else {"id": id})
 
 
 def _max_values(text: str) -> int:
@@ -251,3 +264,210 @@ async def template_messages(messages: Sequence[Message] | None) -> list[dict[str
 
     is_short = len(given) <= _FEW_MESSAGES and all(message.is_short for message in given)
     return convert() if is_short else await asyncio.to_thread(convert)
+
+
+# -------------------------------------------------------------------- items
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+
+#: Items of the input by the beginnings of their ids.
+_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+}  # fmt: skip
+
+
+#: A text of an item that has one.
+Text = str | UnsetType | None
+
+
+class Part(Struct, kw_only=True):
+    """A part of an item's content: text, a picture by its URL, or a clip of sound. `detail` has no
+    effect."""
+
+    type: str
+    text: Text = UNSET
+    image_url: Text = UNSET
+    input_audio: InputAudio | UnsetType | None = UNSET
+    detail: Text = UNSET
+    refusal: Text = UNSET
+    annotations: list[Any] | UnsetType | None = UNSET
+    logprobs: list[Any] | UnsetType | None = UNSET
+
+    def shown(self, place: str) -> str | MediaSource:
+        """See `TextPart.shown`."""
+        if isinstance(self.image_url, str):
+            return MediaSource(f"{place}.image_url", self.image_url)
+        if isinstance(self.input_audio, InputAudio):
+            return AudioPart(self.input_audio).shown(place)
+        return (self.refusal if self.type == "refusal" else self.text) or ""
+
+    @classmethod
+    def of(cls, block: Block) -> Part:
+        """Returns the part of content that a block is."""
+        if block.kind == "reasoning":
+            return cls(type="reasoning_text", text=block.text)
+        return output_text(block.text, block.logprobs)
+
+
+Content = str | list[Part] | UnsetType | None
+
+
+class Item(Struct, kw_only=True):
+    """An item of a response's input or output: the fields of all types that are understood."""
+
+    id: Text = UNSET
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | UnsetType | None = UNSET
+    summary: list[Part] | UnsetType | None = UNSET
+    status: Text = UNSET
+    content: Content = UNSET
+    call_id: Text = UNSET
+    name: Text = UNSET
+    arguments: Text = UNSET
+    output: Content = UNSET
+
+    @classmethod
+    def of(cls, block: Block, status: str) -> Item:
+        """Returns the item of a block, with its content so far."""
+        item = cls(id=item_id(block), status=status)
+        if block.kind == "call":
+            item.type, item.call_id = "function_call", block.id
+            item.name, item.arguments = block.name, block.text
+            return item
+        item.content = [Part.of(block)] if block.parts else []
+        if block.kind == "reasoning":
+            item.type, item.summary = "reasoning", []
+        else:
+            item.role = "assistant"
+        return item
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for a stored item, of which it has the id alone."""
+        is_bare = self.type == "message" and self.role is UNSET and self.content is UNSET
+        return isinstance(self.id, str) and (is_bare or self.type == "item_reference")
+
+
+def input_items(
+    items: str | Iterable[Item] | UnsetType | None,
+    taken: Container[Text] = (),
+    place: str = "input",
+) -> list[Item]:
+    """Returns items of input as they are stored and shown: complete, and each with an id of its
+    own, which is not among the ids in `taken`.
+
+    Raises `RequestError` naming the place of one that is not supported.
+    """
+    if isinstance(items, str):
+        items = [Item(role="user", content=items)]
+    found: dict[Text, Item] = {}
+    for index, given in enumerate(items or ()):
+        item = _completed(given, f"{place}[{index}]")
+        if not item.id or item.id in found or item.id in taken:
+            item.id = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
+        found[item.id] = item
+    return list(found.values())
+
+
+def _completed(given: Item, place: str) -> Item:
+    """Returns an item with the fields that it has by its type."""
+    item = Item(id=given.id, type=given.type, status="completed")
+    match given.type:
+        case "message" if given.role:
+            kind = "output_text" if given.role == "assistant" else "input_text"
+            item.role, item.content = given.role, _parts(given.content, kind, f"{place}.content")
+        case "function_call" if given.name:
+            item.call_id, item.name = given.call_id or given.id or "", given.name
+            item.arguments = given.arguments or ""
+        case "function_call_output" if isinstance(given.call_id, str):
+            item.call_id, item.output = given.call_id, given.output
+            if not isinstance(given.output, str):
+                item.output = _parts(given.output, "input_text", f"{place}.output")
+        case "reasoning":
+            item.summary = _parts(given.summary, "summary_text", f"{place}.summary")
+            item.content = _parts(given.content, "reasoning_text", f"{place}.content")
+        case _:
+            raise RequestError(
+                f"{place}: an item of type {given.type[:40]!r} is not supported, or lacks a field",
+                param=place,
+            )
+    return item
+
+
+def _parts(content: Content, kind: str, place: str) -> list[Part]:
+    """Returns the parts of a content; all parts with a text are of one kind."""
+    if isinstance(content, str):
+        content = [Part(type=kind, text=content)]
+    found: list[Part] = []
+    for index, part in enumerate(content or ()):
+        if part.type == "input_image" and kind == "input_text":
+            if not isinstance(part.image_url, str):
+                raise FieldError(
+                    f"{place}[{index}].image_url", "must be a URL; files are not stored"
+                )
+            found.append(Part(type="input_image", image_url=part.image_url, detail="auto"))
+            continue
+        if part.type == "input_audio" and kind == "input_text":
+            if not isinstance(part.input_audio, InputAudio):
+                raise FieldError(f"{place}[{index}].input_audio", "is missing")
+            found.append(Part(type="input_audio", input_audio=part.input_audio))
+            continue
+        if part.type not in _TEXT_PARTS:
+            raise RequestError(
+                f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
+                param=f"{place}[{index}]",
+            )
+        if part.type == "refusal":
+            found.append(Part(type="refusal", refusal=part.refusal or part.text or ""))
+        elif kind == "output_text":
+            found.append(output_text(part.text or ""))
+        else:
+            found.append(Part(type=kind, text=part.text or ""))
+    return found
+
+
+def output_text(text: str, logprobs: Sequence[Any] = ()) -> Part:
+    """Returns the part of an answer that a text is."""
+    return Part(type="output_text", text=text, annotations=[], logprobs=list(logprobs))
+
+
+def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Returns stored items as the messages that chat templates read. Reasoning, texts and calls of
+    the assistant that follow each other are one message."""
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        if item.type == "message" and item.role != "assistant":
+            role = "user" if item.role == "user" else "system"
+            content = shown_content(item.content, f"{place}.content")
+            messages.append({"role": role, "content": content})
+        elif item.type == "function_call_output":
+            content = shown_content(item.output, f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        else:
+            _join(messages, item)
+    return messages
+
+
+def _join(messages: list[dict[str, Any]], item: Item) -> None:
+    """Adds an item of the assistant's to its message at the end, or begins one."""
+    last = messages[-1] if messages else {}
+    if (
+        last.get("role") != "assistant"
+        or (item.type != "function_call" and "tool_calls" in last)
+        or (item.type == "message" and last["content"])
+    ):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    if item.type == "function_call":
+        call = template_call(item.name, item.arguments or "", item.call_id or "")
+        last.setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        join_thoughts(last, str(shown_content(item.content or item.summary, "")))
+    else:
+        last["content"] = shown_content(item.content, "")
+
+
+def item_id(block: Block) -> str:
+    """Returns the id of the item that a block is."""
+    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id

@@ -1,12 +1,11 @@
-"""Ollama's API as desktop clients know it: `/api/chat`, `/api/generate`, `/api/embed`,
-`/api/embeddings`, `/api/tags`, `/api/ps` and `/api/show`, and their bodies.
+"""Ollama's API as desktop clients know it: `/api/chat`, `/api/generate`, `/api/embed` and
+`/api/embeddings`, and their bodies. `admin.info` has `/api/tags`, `/api/ps` and `/api/show`.
 
 Streams are lines of JSON; replies are streamed unless `stream` is false.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +15,18 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aioinfer.api.context import MODELS, STARTED, encode, frontend_of, iso_time
+from aioinfer.api.context import encode, iso_time
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import ScoredToken
-from aioinfer.api.messages import TemplateContent, converted, template_content
+from aioinfer.api.messages import (
+    TemplateContent,
+    converted,
+    template_call,
+    template_content,
+)
 from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
 from aioinfer.api.protocol import (
     GenerationBody,
@@ -33,21 +37,15 @@ from aioinfer.api.protocol import (
     schema_grammar,
     template_variables,
 )
-from aioinfer.checkpoint.source import WeightFiles, weight_files
-from aioinfer.config import ParallelConfig
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError
-from aioinfer.executor.base import WorkerReport
 from aioinfer.ipc.sections import F32
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import MAX_LOGPROBS, GrammarSpec
 from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
-
-#: How long a model stays that is not to be unloaded, as a duration's largest value says in Ollama.
-_FOREVER_S = 292 * 365 * 24 * 3600
 
 
 class Options(Parameters, kw_only=True, forbid_unknown_fields=True):
@@ -95,11 +93,6 @@ class OllamaCall(Struct, kw_only=True):
     id: str | None = None
     function: OllamaFunction
 
-    def for_template(self) -> dict[str, Any]:
-        """Returns the call as chat templates read it."""
-        function = {"name": self.function.name, "arguments": dict(self.function.arguments)}
-        return {"type": "function", "function": function, "id": self.id or ""}
-
 
 class OllamaMessage(Struct, kw_only=True):
     """A message of the conversation."""
@@ -118,7 +111,11 @@ class OllamaMessage(Struct, kw_only=True):
             "name": self.tool_name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.thinking,
-            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+            "tool_calls": [
+                template_call(call.function.name, call.function.arguments, call.id or "")
+                for call in self.tool_calls or ()
+            ]
+            or None,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         content = _with_pictures(self.content or "", self.images, where)
@@ -308,65 +305,6 @@ class Line(Struct, kw_only=True):
     eval_duration: int | UnsetType = UNSET
 
 
-class ModelDetails(Struct, kw_only=True):
-    """The kind of a model, as far as it is known: the format of its files."""
-
-    parent_model: str = ""
-    format: str = ""
-    family: str = ""
-    families: list[str] = []
-    parameter_size: str = ""
-    quantization_level: str = ""
-
-
-class NamedModel(Struct, kw_only=True):
-    """A name of a model, with the bytes of its files, or of the memory that it takes."""
-
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: ModelDetails
-
-
-class ListedModel(NamedModel, kw_only=True):
-    """A model that can be used, with the bytes of its files."""
-
-    modified_at: str
-
-
-class ModelTags(Struct, kw_only=True):
-    """The reply of `/api/tags`."""
-
-    models: list[ListedModel]
-
-
-class RunningModel(NamedModel, kw_only=True):
-    """A model that is loaded, with the bytes that it takes."""
-
-    expires_at: str
-    size_vram: int
-    context_length: int
-
-
-class RunningModels(Struct, kw_only=True):
-    """The reply of `/api/ps`."""
-
-    models: list[RunningModel]
-
-
-class ShownModel(Struct, kw_only=True):
-    """The reply of `/api/show`."""
-
-    modelfile: str = ""
-    parameters: str = ""
-    template: str
-    details: ModelDetails
-    modified_at: str
-    model_info: dict[str, Any]
-    capabilities: Sequence[str]
-
-
 class OllamaEmbeddings(Struct, kw_only=True):
     """The reply of `/api/embed`: a vector for each input; durations are nanoseconds."""
 
@@ -381,82 +319,6 @@ class OllamaEmbedding(Struct, kw_only=True):
     """The reply of `/api/embeddings`."""
 
     embedding: list[float]
-
-
-async def list_tags(request: web.Request) -> ModelTags:
-    """Lists the models, with the size of their weights' files."""
-    app, models = request.app, list[ListedModel]()
-    for frontend in app[MODELS]:
-        files = await _files(frontend)
-        models += [
-            ListedModel(**_named(name, files, files.size), modified_at=_modified(app, files))
-            for name in frontend.config.served_model_names
-        ]
-    return ModelTags(models=models)
-
-
-async def list_running(request: web.Request) -> RunningModels:
-    """Lists the models that are awake under their first names, with the memory that their workers
-    have taken. They stay loaded, which Ollama says by a time long from now."""
-    models = [await _running(request, each) for each in request.app[MODELS].awake]
-    return RunningModels(models=models)
-
-
-async def _running(request: web.Request, frontend: Frontend) -> RunningModel:
-    files = await _files(frontend)
-    name = frontend.config.name
-    size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
-    is_on_host = frontend.engines[0].report.device.startswith("cpu")
-    return RunningModel(
-        **_named(name, files, size),
-        expires_at=iso_time(request.app[STARTED] + _FOREVER_S),
-        size_vram=0 if is_on_host else size,
-        context_length=frontend.max_model_len,
-    )
-
-
-def _named(name: str, files: WeightFiles, size: int) -> dict[str, Any]:
-    """Returns the fields of `NamedModel`."""
-    details = ModelDetails(format=files.format)
-    return {"name": name, "model": name, "size": size, "digest": files.digest, "details": details}
-
-
-async def _files(frontend: Frontend) -> WeightFiles:
-    return await asyncio.to_thread(weight_files, frontend.config.model, frontend.folder)
-
-
-def _modified(app: web.Application, files: WeightFiles) -> str:
-    return iso_time(files.modified or app[STARTED])
-
-
-def _memory(report: WorkerReport, parallel: ParallelConfig) -> int:
-    """Returns the bytes of weights, KV cache and CUDA graphs of an engine's ranks, as if all had as
-    much as the largest."""
-    in_stage = parallel.tensor_parallel_size
-    ranks = in_stage * parallel.pipeline_parallel_size
-    weights = sum(size for _, size in report.stages) * in_stage or report.weights_bytes * ranks
-    return weights + (report.kv_cache_bytes + report.graph_bytes) * ranks
-
-
-async def show(request: web.Request, body: ShowRequest) -> ShownModel:
-    """Describes the model as far as clients look at it."""
-    frontend = frontend_of(request)
-    tokenizer, files = frontend.tokenizer, await _files(frontend)
-    reads = frontend.input_modalities
-    capabilities = [
-        *(["completion", "tools"] if "text" in reads else []),
-        *(["vision"] if "image" in reads else []),
-    ]
-    return ShownModel(
-        template=tokenizer.chat_template_text if tokenizer is not None else "",
-        details=ModelDetails(format=files.format),
-        modified_at=_modified(request.app, files),
-        model_info={
-            "general.architecture": "aioinfer",
-            "aioinfer.context_length": frontend.max_model_len,
-        },
-        capabilities=capabilities if frontend.generates else ["embedding"],
-    )
 
 
 class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
@@ -501,10 +363,6 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`."""
         return new_call_id(self.frontend)
-
-    def opening(self) -> bytes:
-        """Returns nothing."""
-        return b""
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""

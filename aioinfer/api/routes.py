@@ -33,23 +33,8 @@ from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.http import limits
-from aioinfer.api.openai import (
-    audio,
-    chat,
-    completions,
-    pooling,
-    responses,
-    responses_body,
-    scoring,
-    tokenization,
-)
-from aioinfer.api.openai.audio import (
-    TranscriptDelta,
-    TranscriptDone,
-    Transcription,
-    TranscriptionForm,
-    TranslationForm,
-)
+from aioinfer.api.openai import audio, chat, completions, pooling, responses, scoring, tokenization
+from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.errors import RequestError
@@ -97,9 +82,14 @@ def _dialect(path: str, kind: type[Dialect[Any]]) -> Route:
 
     handle.__doc__ = kind.__doc__
     events = kind.event_types
-    stream = kind.content_type.partition(";")[0] if events else None
     return Route(
-        "POST", path, handle, kind.body_type, kind.reply_type, stream=stream, events=events
+        "POST",
+        path,
+        handle,
+        kind.body_type,
+        kind.reply_type,
+        stream=kind.content_type.partition(";")[0] if events else None,
+        events=events,
     )
 
 
@@ -125,6 +115,7 @@ def _of_feature(endpoint: Endpoint) -> Route:
 
 
 _SSE = "text/event-stream"
+_OF_RESPONSES: Any = {"stream": _SSE, "events": responses.ResponseDialect.event_types}
 
 #: What acts on the whole server, for holders of an admin key.
 _OF_ADMINS = (
@@ -163,13 +154,7 @@ ROUTES: tuple[Route, ...] = (
     _dialect("/v1/responses", responses.ResponseDialect),
     _dialect("/responses", responses.ResponseDialect),
     _post("/v1/responses/input_tokens", responses.count_input_tokens),
-    _get(
-        "/v1/responses/{id}",
-        responses.get_response,
-        Response,
-        stream=_SSE,
-        events=responses_body.EVENT_TYPES,
-    ),
+    _get("/v1/responses/{id}", responses.get_response, Response, **_OF_RESPONSES),
     _delete("/v1/responses/{id}", responses.delete_response),
     _post("/v1/responses/{id}/cancel", responses.cancel_response),
     _get("/v1/responses/{id}/input_items", responses.list_input_items),
@@ -198,7 +183,7 @@ ROUTES: tuple[Route, ...] = (
         form=TranscriptionForm,
         reply=Transcription,
         stream=_SSE,
-        events=(TranscriptDelta, TranscriptDone),
+        events=(audio.TranscriptDelta, audio.TranscriptDone),
     ),
     _post("/v1/audio/translations", audio.translate, form=TranslationForm, reply=Transcription),
     # Anthropic
@@ -207,9 +192,9 @@ ROUTES: tuple[Route, ...] = (
     # Ollama
     _dialect("/api/chat", ollama.ChatDialect),
     _dialect("/api/generate", ollama.GenerateDialect),
-    _post("/api/show", ollama.show),
-    _get("/api/tags", ollama.list_tags),
-    _get("/api/ps", ollama.list_running),
+    _post("/api/show", info.show_model),
+    _get("/api/tags", info.list_tags),
+    _get("/api/ps", info.list_running),
     _get("/api/version", info.version),
     _dialect("/api/embed", ollama.EmbedDialect),
     _dialect("/api/embeddings", ollama.EmbeddingDialect),
@@ -245,13 +230,7 @@ ROUTES: tuple[Route, ...] = (
     # This description of them, and the page at "/"
     _get("/openapi.json", openapi.show_openapi),
     _get("/page/info", page.show_info, query=ModelQuery),
-    _get(
-        "/page/live",
-        page.stream_live,
-        content_type=_SSE,
-        stream=_SSE,
-        events=(page.LiveState,),
-    ),
+    _get("/page/live", page.stream_live, stream=_SSE, events=(page.LiveState,)),
 )
 
 

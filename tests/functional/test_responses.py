@@ -14,8 +14,8 @@ import pytest
 
 from aioinfer.api.batch import store
 from aioinfer.api.batch.objects import Conversation
+from aioinfer.api.messages import Item
 from aioinfer.api.openai import responses
-from aioinfer.api.openai.responses_body import Item
 from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER

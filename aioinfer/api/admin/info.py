@@ -1,9 +1,12 @@
-"""Information about the server: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and the
-paths below it, `/load` and `/tokenizer_info`."""
+"""Information about the server and its models: `/v1/models`, `/v1/models/{id}`, the same as Ollama
+has it (`/api/tags`, `/api/ps`, `/api/show`), `/version`, `/health` and the paths below it, `/load`
+and `/tokenizer_info`."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,10 +15,14 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.context import MODELS, STARTED, frontend_of, iso_time, name_model
+from aioinfer.api.ollama import ShowRequest
+from aioinfer.checkpoint.source import WeightFiles, weight_files
+from aioinfer.config import ParallelConfig
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_turns import ModelTurns
 from aioinfer.engine.recovery import OUTAGE_RETRY_S, EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
+from aioinfer.executor.base import WorkerReport
 
 
 @dataclass(slots=True)
@@ -35,6 +42,9 @@ _SETTINGS_OF_TEXT = ("model", "chat", "cache", "scheduler", "parallel")
 
 #: The header that all of Anthropic's clients send.
 _ANTHROPIC = "anthropic-version"
+
+#: How long a model stays that is not to be unloaded, as a duration's largest value says in Ollama.
+_FOREVER_S = 292 * 365 * 24 * 3600
 
 READINESS = web.AppKey("readiness", Readiness)
 
@@ -94,6 +104,65 @@ class ModelList(Struct, kw_only=True):
     last_id: str | UnsetType = UNSET
 
 
+class ModelDetails(Struct, kw_only=True):
+    """The kind of a model, as far as it is known: the format of its files."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class NamedModel(Struct, kw_only=True):
+    """A name of a model, with the bytes of its files, or of the memory that it takes."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class ListedModel(NamedModel, kw_only=True):
+    """A model that can be used, with the bytes of its files."""
+
+    modified_at: str
+
+
+class ModelTags(Struct, kw_only=True):
+    """The reply of `/api/tags`."""
+
+    models: list[ListedModel]
+
+
+class RunningModel(NamedModel, kw_only=True):
+    """A model that is loaded, with the bytes that it takes."""
+
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class RunningModels(Struct, kw_only=True):
+    """The reply of `/api/ps`."""
+
+    models: list[RunningModel]
+
+
+class ShownModel(Struct, kw_only=True):
+    """The reply of `/api/show`."""
+
+    modelfile: str = ""
+    parameters: str = ""
+    template: str
+    details: ModelDetails
+    modified_at: str
+    model_info: dict[str, Any]
+    capabilities: Sequence[str]
+
+
 class Version(Struct, kw_only=True):
     """The version of aioinfer."""
 
@@ -127,6 +196,82 @@ async def get_model(request: web.Request) -> Model:
     """Describes a model under one of its names; 404 for any other."""
     name = request.match_info["id"]
     return _card(request, name_model(request, name), name)
+
+
+async def list_tags(request: web.Request) -> ModelTags:
+    """Lists the models, with the size of their weights' files."""
+    app, models = request.app, list[ListedModel]()
+    for frontend in app[MODELS]:
+        files = await _files(frontend)
+        models += [
+            ListedModel(**_named(name, files, files.size), modified_at=_modified(app, files))
+            for name in frontend.config.served_model_names
+        ]
+    return ModelTags(models=models)
+
+
+async def list_running(request: web.Request) -> RunningModels:
+    """Lists the models that are awake under their first names, with the memory that their workers
+    have taken. They stay loaded, which Ollama says by a time long from now."""
+    models = [await _running(request, each) for each in request.app[MODELS].awake]
+    return RunningModels(models=models)
+
+
+async def _running(request: web.Request, frontend: Frontend) -> RunningModel:
+    files = await _files(frontend)
+    name = frontend.config.name
+    size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
+    is_on_host = frontend.engines[0].report.device.startswith("cpu")
+    return RunningModel(
+        **_named(name, files, size),
+        expires_at=iso_time(request.app[STARTED] + _FOREVER_S),
+        size_vram=0 if is_on_host else size,
+        context_length=frontend.max_model_len,
+    )
+
+
+def _named(name: str, files: WeightFiles, size: int) -> dict[str, Any]:
+    """Returns the fields of `NamedModel`."""
+    details = ModelDetails(format=files.format)
+    return {"name": name, "model": name, "size": size, "digest": files.digest, "details": details}
+
+
+async def _files(frontend: Frontend) -> WeightFiles:
+    return await asyncio.to_thread(weight_files, frontend.config.model, frontend.folder)
+
+
+def _modified(app: web.Application, files: WeightFiles) -> str:
+    return iso_time(files.modified or app[STARTED])
+
+
+def _memory(report: WorkerReport, parallel: ParallelConfig) -> int:
+    """Returns the bytes of weights, KV cache and CUDA graphs of an engine's ranks, as if all had as
+    much as the largest."""
+    in_stage = parallel.tensor_parallel_size
+    ranks = in_stage * parallel.pipeline_parallel_size
+    weights = sum(size for _, size in report.stages) * in_stage or report.weights_bytes * ranks
+    return weights + (report.kv_cache_bytes + report.graph_bytes) * ranks
+
+
+async def show_model(request: web.Request, body: ShowRequest) -> ShownModel:
+    """Describes the model as far as clients look at it."""
+    frontend = frontend_of(request)
+    tokenizer, files = frontend.tokenizer, await _files(frontend)
+    reads = frontend.input_modalities
+    capabilities = [
+        *(["completion", "tools"] if "text" in reads else []),
+        *(["vision"] if "image" in reads else []),
+    ]
+    return ShownModel(
+        template=tokenizer.chat_template_text if tokenizer is not None else "",
+        details=ModelDetails(format=files.format),
+        modified_at=_modified(request.app, files),
+        model_info={
+            "general.architecture": "aioinfer",
+            "aioinfer.context_length": frontend.max_model_len,
+        },
+        capabilities=capabilities if frontend.generates else ["embedding"],
+    )
 
 
 async def health(request: web.Request) -> Status:

@@ -164,10 +164,13 @@ def _say_why(properties: dict[str, Any]) -> None:
 def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[str, Any]:
     """Returns the description of an endpoint, whose path is `path` in OpenAPI's notation."""
     summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n\n")
-    content: dict[str, Any] = {route.content_type: {}}
-    if route.content_type == "application/json":
-        schema = {"type": "object"} if route.reply is None else schema_of[route.reply]
-        content = {"application/json": {"schema": schema}}
+    content: dict[str, Any] = {}
+    if route.reply is not None:
+        content["application/json"] = {"schema": schema_of[route.reply]}
+    elif route.content_type != "application/json":
+        content[route.content_type] = {}
+    elif route.stream is None:
+        content["application/json"] = {"schema": {"type": "object"}}
     if route.stream is not None:
         content[route.stream] = {"schema": _event(route, path, schema_of)}
     error = {"content": {"application/json": {"schema": schema_of[error_shape(path)]}}}

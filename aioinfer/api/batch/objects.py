@@ -33,7 +33,7 @@ from aioinfer.api.batch.store import (
 from aioinfer.api.context import chunks_of, read_query, receive_form
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import shorten
-from aioinfer.api.openai.responses_body import Item, input_items
+from aioinfer.api.messages import Item, input_items
 from aioinfer.errors import RequestError
 
 #: Items of one body, as with OpenAI.

@@ -39,23 +39,11 @@ from aioinfer.api.generation import Generation, MessageDialect, named_event
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.logs import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.messages import converted
+from aioinfer.api.messages import Item, Text, converted, input_items, to_messages
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
     EVENT_TYPES,
-    ArgumentsDelta,
-    ArgumentsDone,
     InputTokens,
-    Item,
-    ItemAdded,
-    ItemDone,
-    OutputTextDelta,
-    OutputTextDone,
-    Part,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
     ReplayQuery,
     Response,
     ResponseCompleted,
@@ -68,10 +56,7 @@ from aioinfer.api.openai.responses_body import (
     ResponseRequest,
     ResponseUsage,
     Status,
-    Text,
-    input_items,
-    item_id,
-    to_messages,
+    block_events,
 )
 from aioinfer.engine.chat_turn import are_whole, encode_turn, new_call_id, num_thought_tokens
 from aioinfer.errors import FieldError, OverloadedError, RequestError
@@ -81,10 +66,6 @@ from aioinfer.text.message_parser import ToolUse
 
 #: Tokens of a prompt before `truncation` drops items of it.
 _MAX_UNCUT_TOKENS = 2**20
-#: The events of more text by the kind of its block.
-_DELTAS: Mapping[BlockKind, type[ResponseEvent]] = {
-    "call": ArgumentsDelta, "reasoning": ReasoningDelta, "text": OutputTextDelta,
-}  # fmt: skip
 #: Statuses of a request that has had a step.
 _HAD_STEPS = RequestStatus.RUNNING, RequestStatus.FINISHED
 
@@ -274,25 +255,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
-        index, event, is_text = block.index, self._event, block.kind == "text"
-        place: dict[str, Any] = {"item_id": item_id(block), "output_index": index}
-        if kind == "delta":
-            new = {"logprobs": block.new_logprobs()} if is_text else {}
-            return event(_DELTAS[block.kind], **place, delta=text, **new)
-        if kind == "start":
-            data = event(ItemAdded, output_index=index, item=Item.of(block, "in_progress"))
-            has_part = block.kind != "call"
-            return data + event(PartAdded, **place, part=Part.of(block)) if has_part else data
-        if block.kind == "call":
-            data = event(ArgumentsDone, **place, name=block.name, arguments=block.text)
-        elif is_text:
-            data = event(OutputTextDone, **place, text=block.text, logprobs=block.logprobs)
-        else:
-            data = event(ReasoningDone, **place, text=block.text)
-        if block.kind != "call":
-            data += event(PartDone, **place, part=Part.of(block))
-        item = Item.of(block, self._item_status(block))
-        return data + event(ItemDone, output_index=index, item=item)
+        return block_events(kind, block, text, self._item_status(block), self._event)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""

@@ -1,11 +1,9 @@
-"""Bodies and replies of OpenAI's Responses API, their items, and the messages that items stand
-for."""
+"""Bodies, replies and events of OpenAI's Responses API; `messages` has the items in them."""
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
 from aioinfer.api.logprobs import ScoredToken
-from aioinfer.api.messages import AudioPart, InputAudio, TemplateContent, template_content
+from aioinfer.api.messages import Item, Part, input_items, item_id
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import (
     Count,
@@ -24,15 +22,11 @@ from aioinfer.api.protocol import (
     schema_grammar,
     template_variables,
 )
-from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
-from aioinfer.text.message_blocks import Block
+from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
-
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 #: OpenAI's names of what a response may hold in addition.
 Includable = Literal[
@@ -48,75 +42,6 @@ Includable = Literal[
     "web_search_call.results",
 ]
 _LOGPROBS = "message.output_text.logprobs"
-
-#: Items of the input by the beginnings of their ids.
-_PREFIXES = {
-    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
-}  # fmt: skip
-
-
-#: A text of an item that has one.
-Text = str | UnsetType | None
-
-
-class Part(Struct, kw_only=True):
-    """A part of an item's content: text, a picture by its URL, or a clip of sound. `detail` has no
-    effect."""
-
-    type: str
-    text: Text = UNSET
-    image_url: Text = UNSET
-    input_audio: InputAudio | UnsetType | None = UNSET
-    detail: Text = UNSET
-    refusal: Text = UNSET
-    annotations: list[Any] | UnsetType | None = UNSET
-    logprobs: list[Any] | UnsetType | None = UNSET
-
-    @classmethod
-    def of(cls, block: Block) -> Part:
-        """Returns the part of content that a block is."""
-        if block.kind == "reasoning":
-            return cls(type="reasoning_text", text=block.text)
-        return output_text(block.text, block.logprobs)
-
-
-Content = str | list[Part] | UnsetType | None
-
-
-class Item(Struct, kw_only=True):
-    """An item of a response's input or output: the fields of all types that are understood."""
-
-    id: Text = UNSET
-    type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | UnsetType | None = UNSET
-    summary: list[Part] | UnsetType | None = UNSET
-    status: Text = UNSET
-    content: Content = UNSET
-    call_id: Text = UNSET
-    name: Text = UNSET
-    arguments: Text = UNSET
-    output: Content = UNSET
-
-    @classmethod
-    def of(cls, block: Block, status: str) -> Item:
-        """Returns the item of a block, with its content so far."""
-        item = cls(id=item_id(block), status=status)
-        if block.kind == "call":
-            item.type, item.call_id = "function_call", block.id
-            item.name, item.arguments = block.name, block.text
-            return item
-        item.content = [Part.of(block)] if block.parts else []
-        if block.kind == "reasoning":
-            item.type, item.summary = "reasoning", []
-        else:
-            item.role = "assistant"
-        return item
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether it stands for a stored item, of which it has the id alone."""
-        is_bare = self.type == "message" and self.role is UNSET and self.content is UNSET
-        return isinstance(self.id, str) and (is_bare or self.type == "item_reference")
 
 
 class FunctionTool(Struct, kw_only=True):
@@ -479,6 +404,7 @@ class OutputTextDone(ReasoningDone, kw_only=True, tag="response.output_text.done
     logprobs: list[ScoredToken]
 
 
+#: The types of all events.
 EVENT_TYPES: Sequence[type[ResponseEvent]] = (
     ResponseCreated, ResponseInProgress, ResponseCompleted, ResponseIncomplete, ResponseFailed,
     ItemAdded, ItemDone, PartAdded, PartDone, ArgumentsDelta, ArgumentsDone, ReasoningDelta,
@@ -486,151 +412,40 @@ EVENT_TYPES: Sequence[type[ResponseEvent]] = (
 )  # fmt: skip
 
 
+#: The types of the events of more text, by the kind of its block.
+_DELTAS: Mapping[BlockKind, type[ResponseEvent]] = {
+    "call": ArgumentsDelta, "reasoning": ReasoningDelta, "text": OutputTextDelta,
+}  # fmt: skip
+
+
+def block_events(
+    kind: str, block: Block, text: str, status: str, event: Callable[..., bytes]
+) -> bytes:
+    """Returns the events of a `BlockChange`. `status` is the item's if it ends; `event` makes one
+    of its type and fields."""
+    index, is_text = block.index, block.kind == "text"
+    place: dict[str, Any] = {"item_id": item_id(block), "output_index": index}
+    if kind == "delta":
+        new = {"logprobs": block.new_logprobs()} if is_text else {}
+        return event(_DELTAS[block.kind], **place, delta=text, **new)
+    item = Item.of(block, "in_progress" if kind == "start" else status)
+    if kind == "start":
+        data = event(ItemAdded, output_index=index, item=item)
+        has_part = block.kind != "call"
+        return data + event(PartAdded, **place, part=Part.of(block)) if has_part else data
+    if block.kind == "call":
+        data = event(ArgumentsDone, **place, name=block.name, arguments=block.text)
+    elif is_text:
+        data = event(OutputTextDone, **place, text=block.text, logprobs=block.logprobs)
+    else:
+        data = event(ReasoningDone, **place, text=block.text)
+    if block.kind != "call":
+        data += event(PartDone, **place, part=Part.of(block))
+    return data + event(ItemDone, output_index=index, item=item)
+
+
 class InputTokens(Struct, kw_only=True):
     """The number of tokens that the prompt of a response would have."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
-
-
-def input_items(
-    items: str | Iterable[Item] | UnsetType | None,
-    taken: Container[Text] = (),
-    place: str = "input",
-) -> list[Item]:
-    """Returns items of input as they are stored and shown: complete, and each with an id of its
-    own, which is not among the ids in `taken`.
-
-    Raises `RequestError` naming the place of one that is not supported.
-    """
-    if isinstance(items, str):
-        items = [Item(role="user", content=items)]
-    found: dict[Text, Item] = {}
-    for index, given in enumerate(items or ()):
-        item = _completed(given, f"{place}[{index}]")
-        if not item.id or item.id in found or item.id in taken:
-            item.id = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
-        found[item.id] = item
-    return list(found.values())
-
-
-def _completed(given: Item, place: str) -> Item:
-    """Returns an item with the fields that it has by its type."""
-    item = Item(id=given.id, type=given.type, status="completed")
-    match given.type:
-        case "message" if given.role:
-            kind = "output_text" if given.role == "assistant" else "input_text"
-            item.role, item.content = given.role, _parts(given.content, kind, f"{place}.content")
-        case "function_call" if given.name:
-            item.call_id, item.name = given.call_id or given.id or "", given.name
-            item.arguments = given.arguments or ""
-        case "function_call_output" if isinstance(given.call_id, str):
-            item.call_id, item.output = given.call_id, given.output
-            if not isinstance(given.output, str):
-                item.output = _parts(given.output, "input_text", f"{place}.output")
-        case "reasoning":
-            item.summary = _parts(given.summary, "summary_text", f"{place}.summary")
-            item.content = _parts(given.content, "reasoning_text", f"{place}.content")
-        case _:
-            raise RequestError(
-                f"{place}: an item of type {given.type[:40]!r} is not supported, or lacks a field",
-                param=place,
-            )
-    return item
-
-
-def _parts(content: Content, kind: str, place: str) -> list[Part]:
-    """Returns the parts of a content; all parts with a text are of one kind."""
-    if isinstance(content, str):
-        content = [Part(type=kind, text=content)]
-    found: list[Part] = []
-    for index, part in enumerate(content or ()):
-        if part.type == "input_image" and kind == "input_text":
-            if not isinstance(part.image_url, str):
-                raise FieldError(
-                    f"{place}[{index}].image_url", "must be a URL; files are not stored"
-                )
-            found.append(Part(type="input_image", image_url=part.image_url, detail="auto"))
-            continue
-        if part.type == "input_audio" and kind == "input_text":
-            if not isinstance(part.input_audio, InputAudio):
-                raise FieldError(f"{place}[{index}].input_audio", "is missing")
-            found.append(Part(type="input_audio", input_audio=part.input_audio))
-            continue
-        if part.type not in _TEXT_PARTS:
-            raise RequestError(
-                f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
-                param=f"{place}[{index}]",
-            )
-        if part.type == "refusal":
-            found.append(Part(type="refusal", refusal=part.refusal or part.text or ""))
-        elif kind == "output_text":
-            found.append(output_text(part.text or ""))
-        else:
-            found.append(Part(type=kind, text=part.text or ""))
-    return found
-
-
-def output_text(text: str, logprobs: Sequence[Any] = ()) -> Part:
-    """Returns the part of an answer that a text is."""
-    return Part(type="output_text", text=text, annotations=[], logprobs=list(logprobs))
-
-
-def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Returns stored items as the messages that chat templates read. Reasoning, texts and calls of
-    the assistant that follow each other are one message."""
-    messages: list[dict[str, Any]] = []
-    for index, item in enumerate(items):
-        place = f"input[{index}]"
-        if item.type == "message" and item.role != "assistant":
-            role = "user" if item.role == "user" else "system"
-            content = _for_template(item.content, f"{place}.content")
-            messages.append({"role": role, "content": content})
-        elif item.type == "function_call_output":
-            text, call_id = _for_template(item.output, f"{place}.output"), item.call_id
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        else:
-            _join(messages, item)
-    return messages
-
-
-def _join(messages: list[dict[str, Any]], item: Item) -> None:
-    """Adds an item of the assistant's to its message at the end, or begins one."""
-    last = messages[-1] if messages else {}
-    if (
-        last.get("role") != "assistant"
-        or (item.type != "function_call" and "tool_calls" in last)
-        or (item.type == "message" and last["content"])
-    ):
-        last = {"role": "assistant", "content": ""}
-        messages.append(last)
-    if item.type == "function_call":
-        function = {"name": item.name, "arguments": call_input(item.arguments or "")}
-        call = {"type": "function", "id": item.call_id, "function": function}
-        last.setdefault("tool_calls", []).append(call)
-    elif item.type == "reasoning":
-        join_thoughts(last, str(_for_template(item.content or item.summary)))
-    else:
-        last["content"] = _for_template(item.content)
-
-
-def _for_template(content: Content, place: str = "") -> TemplateContent:
-    """Returns a content, whose place in the body is given, as chat templates read it."""
-    if isinstance(content, str):
-        return content
-    return template_content(
-        _shown(part, f"{place}[{index}]") for index, part in enumerate(content or ())
-    )
-
-
-def _shown(part: Part, place: str) -> str | MediaSource:
-    """Returns what the model sees of a stored part."""
-    if isinstance(part.image_url, str):
-        return MediaSource(f"{place}.image_url", part.image_url)
-    if isinstance(part.input_audio, InputAudio):
-        return AudioPart(part.input_audio).shown(place)
-    return (part.refusal if part.type == "refusal" else part.text) or ""
-
-
-def item_id(block: Block) -> str:
-    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
