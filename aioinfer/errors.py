@@ -47,6 +47,13 @@ class FieldError(RequestError):
         super().__init__(f"{param} {text}", param=param, code=code)
 
 
+class UnsupportedFieldError(FieldError):
+    """A field, or what it asks for, is known and not supported."""
+
+    def __init__(self, param: str, text: str = "is not supported here"):
+        super().__init__(param, text, "unsupported_parameter")
+
+
 class OverloadedError(RequestError):
     """As much work waits as may; the same request may be taken on after `retry_after_s` seconds."""
 

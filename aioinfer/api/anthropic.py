@@ -13,15 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import astuple
 
-from aioinfer.api.context import frontend_of
+from aioinfer.api.delivery import count_prompt
 from aioinfer.api.generation import MessageDialect, named_event
-from aioinfer.api.messages import (
-    TemplateContent,
-    converted,
-    template_call,
-    template_content,
-)
+from aioinfer.api.messages import converted, template_call, template_content
 from aioinfer.api.protocol import (
     RETAIN_S,
     Count,
@@ -33,17 +29,14 @@ from aioinfer.api.protocol import (
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import Choice, make_use
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError, RequestError, UnsupportedFieldError
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
-_HOUR_S = 3600.0
 #: What Anthropic calls the ways in which tools may be called.
-_CHOICES: Mapping[str, Choice] = {
-    "auto": "auto", "any": "required", "tool": "named", "none": "none",
-}  # fmt: skip
+_CHOICES: dict[str, Choice] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 #: Types of blocks with pictures, or with texts beside the conversation.
 _MEDIA = ("image", "document", "search_result")
 
@@ -57,7 +50,7 @@ class CacheControl(Struct, kw_only=True):
     @property
     def seconds(self) -> float:
         """The time in seconds."""
-        return _HOUR_S if self.ttl == "1h" else RETAIN_S
+        return 3600.0 if self.ttl == "1h" else RETAIN_S
 
 
 class Source(Struct, kw_only=True):
@@ -94,9 +87,14 @@ class ContentBlock(Struct, kw_only=True):
     citations: Citations | list[Any] | None = None
     cache_control: CacheControl | None = None
 
-    def shown(self, place: str) -> list[str | MediaSource]:
-        """Returns what the model sees of a block that is no text of the conversation itself. Raises
-        `RequestError` if that is not supported, or lacks something."""
+    def shown(self, place: str, others: Collection[str]) -> list[str | MediaSource]:
+        """Returns what the model sees of a block that may be a text, or of these other types.
+        Raises `RequestError` if it is another one, or lacks something."""
+        if self.type == "text":
+            return [self.text or ""]
+        if self.type not in others:
+            text = f"{place}: a block of type {self.type[:40]!r} is not supported here"
+            raise RequestError(text, param=place)
         return [self._picture(place)] if self.type == "image" else self._document(place)
 
     def _picture(self, place: str) -> MediaSource:
@@ -104,9 +102,8 @@ class ContentBlock(Struct, kw_only=True):
         if isinstance(source, Source) and source.type == "url" and source.url is not None:
             return MediaSource(f"{place}.source.url", source.url)
         if not isinstance(source, Source) or source.type != "base64" or source.data is None:
-            raise FieldError(
-                f"{place}.source", "must be of type 'base64' with data, or of type 'url'"
-            )
+            text = "must be of type 'base64' with data, or of type 'url'"
+            raise FieldError(f"{place}.source", text)
         if source.media_type is not None and not source.media_type.startswith("image/"):
             raise FieldError(f"{place}.source.media_type", "must be an image's")
         return MediaSource(f"{place}.source.data", source.data, is_base64=True)
@@ -115,8 +112,7 @@ class ContentBlock(Struct, kw_only=True):
         """Returns the texts and pictures of a document or a search result, with what is known of it
         in front."""
         if isinstance(self.citations, Citations) and self.citations.enabled:
-            text, code = "are not supported here", "unsupported_parameter"
-            raise FieldError(f"{place}.citations", text, code)
+            raise UnsupportedFieldError(f"{place}.citations", "are not supported here")
         source, content, where = self.source, self.content, f"{place}.content"
         about = [self.title, self.context]
         if self.type == "search_result":
@@ -130,7 +126,7 @@ class ContentBlock(Struct, kw_only=True):
         else:
             what = f"of type {source.type[:40]!r} are not supported, only 'text' and 'content'"
             text = f"documents {what}: a PDF has to be sent as its text"
-            raise FieldError(f"{place}.source.type", text, "unsupported_parameter")
+            raise UnsupportedFieldError(f"{place}.source.type", text)
         if content is None:
             raise FieldError(where, "is missing", "missing_required_parameter")
         head = "".join(f"{line}\n" for line in about if line)
@@ -164,15 +160,9 @@ class AnthropicTool(Struct, kw_only=True):
             raise FieldError(f"{place}.type", f"{self.type[:40]!r} is not supported, only 'custom'")
         for name in ("allowed_callers", "defer_loading", "input_examples"):
             if getattr(self, name) not in (None, False, [], ["direct"]):
-                text, code = "is not supported here", "unsupported_parameter"
-                raise FieldError(f"{place}.{name}", text, code)
-        return {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-            "strict": self.strict,
-            "place": f"{place}.input_schema",
-        }
+                raise UnsupportedFieldError(f"{place}.{name}")
+        given = {"name": self.name, "description": self.description, "strict": self.strict}
+        return given | {"parameters": self.input_schema, "place": f"{place}.input_schema"}
 
 
 class ToolChoice(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -242,9 +232,8 @@ class CountTokensRequest(GenerationBody, kw_only=True):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
-        functions = [
-            tool.as_function(f"tools[{index}]") for index, tool in enumerate(self.tools or ())
-        ]
+        places = enumerate(self.tools or ())
+        functions = [tool.as_function(f"tools[{index}]") for index, tool in places]
         given = self.tool_choice or ToolChoice(type="auto")
         parallel = not given.disable_parallel_tool_use
         return make_use(functions, _CHOICES[given.type], given.name, parallel=parallel)
@@ -263,7 +252,7 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         """Yields the messages as chat templates read them. Raises `RequestError` naming the
         place."""
         if self.system:
-            yield {"role": "system", "content": _plain(self.system, "system")}
+            yield {"role": "system", "content": template_content(_parts(self.system, "system"))}
         for index, message in enumerate(self.messages):
             yield from _messages(message, f"messages[{index}]")
 
@@ -292,52 +281,29 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return self.thinking is None or self.thinking.display != "omitted"
 
 
-def _plain(
-    content: str | list[ContentBlock], where: str, others: Collection[str] = ()
-) -> TemplateContent:
-    """Returns content that may hold no other blocks than texts and those of these types."""
-    return content if isinstance(content, str) else template_content(_parts(content, where, others))
-
-
 def _parts(
-    content: str | list[ContentBlock], where: str, others: Collection[str]
-) -> Iterator[str | MediaSource]:
-    """Yields the texts of a content, and what is seen of blocks of these types. Raises
+    content: str | list[ContentBlock], where: str, others: Collection[str] = ()
+) -> list[str | MediaSource]:
+    """Returns the texts of a content, and what is seen of blocks of these types. Raises
     `RequestError` for other blocks."""
     if isinstance(content, str):
-        yield content
-        return
-    for index, block in enumerate(content):
-        place = f"{where}[{index}]"
-        if block.type in others:
-            yield from block.shown(place)
-        elif block.type == "text" and block.text is not None:
-            yield block.text
-        else:
-            raise _unsupported(block, place)
-
-
-def _unsupported(block: ContentBlock, place: str) -> RequestError:
-    return RequestError(
-        f"{place}: a block of type {block.type[:40]!r} is not supported here", param=place
-    )
+        return [content]
+    places = ((f"{where}[{index}]", block) for index, block in enumerate(content))
+    return [part for place, block in places for part in block.shown(place, others)]
 
 
 def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     """Yields a message; results of tools become messages of their own, before its text. Content
     without blocks is an empty text, as it is for chats."""
-    if isinstance(message.content, str) or message.role == "system":
-        yield {"role": message.role, "content": _plain(message.content, f"{where}.content")}
+    content, where = message.content, f"{where}.content"
+    if isinstance(content, str) or message.role == "system":
+        yield {"role": message.role, "content": template_content(_parts(content, where))}
         return
     parts: list[str | MediaSource] = []
     extra: dict[str, Any] = {}
-    for index, block in enumerate(message.content):
-        place = f"{where}.content[{index}]"
+    for index, block in enumerate(content):
+        place = f"{where}[{index}]"
         match block.type, message.role:
-            case "text", _:
-                parts.append(block.text or "")
-            case "image" | "document" | "search_result", "user":
-                parts += block.shown(place)
             case "tool_use", "assistant" if block.name:
                 call = template_call(block.name, block.input, block.id or "")
                 extra.setdefault("tool_calls", []).append(call)
@@ -346,11 +312,11 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
             case "redacted_thinking", "assistant":
                 pass
             case "tool_result", "user":
-                result = _plain(block.content or "", f"{place}.content", _MEDIA)
+                result = template_content(_parts(block.content or "", f"{place}.content", _MEDIA))
                 yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             case _:
-                raise _unsupported(block, place)
-    if parts or extra or message.role == "assistant" or not message.content:
+                parts += block.shown(place, _MEDIA if message.role == "user" else ())
+    if parts or extra or message.role == "assistant" or not content:
         yield {"role": message.role, "content": template_content(parts), **extra}
 
 
@@ -461,7 +427,7 @@ class MessageEnd(Struct, kw_only=True):
     """Why a message has ended, and the stop sequence that ended it."""
 
     stop_reason: str
-    stop_sequence: str | None
+    stop_sequence: str | None = None
 
 
 class MessageDelta(Struct, kw_only=True, tag="message_delta"):
@@ -476,11 +442,8 @@ class MessageStop(Struct, tag="message_stop"):
 
 
 #: The event of most tokens, with gaps for the index and for the JSON of the text.
-_TEXT_EVENT = (
-    named_event(BlockDelta(index=0, delta=TextDelta(text="")))
-    .replace(b"0", b"%d")
-    .replace(b'""', b"%b")
-)
+_TEXT_EVENT = named_event(BlockDelta(index=0, delta=TextDelta(text="")))
+_TEXT_EVENT = _TEXT_EVENT.replace(b"0", b"%d").replace(b'""', b"%b")
 
 
 class TokenCount(Struct, kw_only=True):
@@ -491,10 +454,7 @@ class TokenCount(Struct, kw_only=True):
 
 async def count_tokens(request: web.Request, body: CountTokensRequest) -> TokenCount:
     """Returns the number of tokens of a conversation."""
-    frontend = frontend_of(request)
-    frontend.require_tokenizer("messages")
-    (prompt,) = await AnthropicDialect.encode(frontend, body, body.tool_use())
-    return TokenCount(input_tokens=len(prompt))
+    return TokenCount(input_tokens=await count_prompt(request, AnthropicDialect, body))
 
 
 class AnthropicDialect(MessageDialect[MessagesRequest]):
@@ -511,8 +471,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
     def thought_budget(self) -> int | None:
         """See `TextDialect.thought_budget`: clients must name one, also where reasoning has
         none."""
-        thinking = self.body.thinking
-        bounds = thinking is not None and self.frontend.message_format.bounds_thoughts
+        thinking, bounds = self.body.thinking, self.frontend.message_format.bounds_thoughts
         return thinking.budget_tokens if thinking is not None and bounds else None
 
     @classmethod
@@ -523,15 +482,9 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
         contents = (message.content for message in body.messages)
         messages = await converted(contents, lambda: list(body.conversation()))
         continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
-        prompt = await encode_turn(
-            frontend,
-            messages,
-            use,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            template_kwargs=body.template_kwargs(),
-        )
-        return [prompt]
+        options = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        kwargs = body.template_kwargs()
+        return [await encode_turn(frontend, messages, use, template_kwargs=kwargs, **options)]
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`."""
@@ -543,27 +496,25 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
+        if kind == "delta" and block.kind == "text":  # most tokens
+            return _TEXT_EVENT % (block.index, orjson.dumps(text))
         if kind == "start":
             return named_event(BlockStart(index=block.index, content_block=_content(block)))
         if kind == "stop":
             return named_event(BlockStop(index=block.index))
-        if block.kind == "text":  # most tokens
-            return _TEXT_EVENT % (block.index, orjson.dumps(text))
         is_thought = block.kind == "reasoning"
         delta = ThinkingDelta(thinking=text) if is_thought else InputDelta(partial_json=text)
         return named_event(BlockDelta(index=block.index, delta=delta))
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
-        ended, sequence = self._stop(reason, stop_reason)
-        end = MessageEnd(stop_reason=ended, stop_sequence=sequence)
-        last = MessageDelta(delta=end, usage=self._usage(num_tokens))
+        last = MessageDelta(delta=self._stop(reason, stop_reason), usage=self._usage(num_tokens))
         return named_event(last) + named_event(MessageStop())
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""
         reply = self._message([_content(block) for block in self.blocks.all], num_tokens)
-        reply.stop_reason, reply.stop_sequence = self._stop(reason, stop_reason)
+        reply.stop_reason, reply.stop_sequence = astuple(self._stop(reason, stop_reason))
         return reply
 
     def _message(self, content: list[ReplyBlock], num_tokens: int) -> MessageReply:
@@ -573,32 +524,27 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def _usage(self, num_tokens: int) -> MessageUsage:
         cached, prompt_len = self.output.num_cached_tokens, len(self.output.prompt_token_ids)
-        found = MessageUsage(
-            input_tokens=prompt_len - cached,
-            cache_creation_input_tokens=0,
+        size, created, by_time = self.frontend.block_size, 0, None
+        if size and any(self.body.cache_controls()):
+            created = max(0, prompt_len // size * size - cached)
+            ttl = "1h" if self.body.retain_s() > RETAIN_S else "5m"
+            by_time = CacheCreation(**{f"ephemeral_{ttl}_input_tokens": created})
+        return MessageUsage(
+            input_tokens=prompt_len - cached - created,
+            cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             output_tokens=num_tokens,
+            cache_creation=by_time or UNSET,
         )
-        asked, size = list(self.body.cache_controls()), self.frontend.block_size
-        if asked and size:
-            created = max(0, prompt_len // size * size - cached)
-            found.input_tokens -= created
-            found.cache_creation_input_tokens = created
-            is_long = self.body.retain_s() > RETAIN_S
-            found.cache_creation = CacheCreation(
-                ephemeral_5m_input_tokens=0 if is_long else created,
-                ephemeral_1h_input_tokens=created if is_long else 0,
-            )
-        return found
 
-    def _stop(self, reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
-        """Returns why a message has ended, in Anthropic's words, and its stop sequence."""
+    def _stop(self, reason: str, stop_reason: int | str | None) -> MessageEnd:
+        """Returns why a message has ended, in Anthropic's words."""
         if isinstance(stop_reason, str):
-            return "stop_sequence", stop_reason
+            return MessageEnd(stop_reason="stop_sequence", stop_sequence=stop_reason)
         if reason == "length":
-            return "max_tokens", None
+            return MessageEnd(stop_reason="max_tokens")
         called = any(block.kind == "call" for block in self.blocks.all)
-        return "tool_use" if called else "end_turn", None
+        return MessageEnd(stop_reason="tool_use" if called else "end_turn")
 
 
 def _content(block: Block) -> ReplyBlock:

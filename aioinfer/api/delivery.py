@@ -22,7 +22,13 @@ from aioinfer.api.admission import admission_of, admit, deadline_of, flow_of, sh
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
-from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
+from aioinfer.api.generation import (
+    ChoiceWriter,
+    Dialect,
+    Generation,
+    ProgressReader,
+    TextDialect,
+)
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
@@ -51,6 +57,17 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
         if isinstance(generation, web.StreamResponse):
             return generation
         return await deliver(request, generation, dialect)
+
+
+async def count_prompt(request: web.Request, kind: type[TextDialect[Any]], body: Any) -> int:
+    """Returns the number of tokens of the prompt of a conversation, for which nothing is generated.
+    Raises what `admit` and `TextDialect.prompt` do."""
+    if kind.text_field is not None:
+        frontend_of(request).require_tokenizer(kind.text_field)
+    admit(request, body.timeout_s)
+    dialect = kind(request, body)
+    with renamed(dialect.field_names):
+        return len(await dialect.prompt(body.tool_use()))
 
 
 async def deliver(

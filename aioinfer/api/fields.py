@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import RequestError, UnsupportedFieldError
 
 #: By origin: fields that would change the answer, and the values with which they do not, beside
 #: null. `add_special_tokens` is vLLM's for completions (chats have the template's), `truncation` is
@@ -164,7 +164,7 @@ def check_undeclared(
         renamed = _RENAMED.get(field)
         instead = renamed if renamed in declared else _INSTEAD.get(field)
         hint = f"; use {instead}" if instead else ""
-        raise FieldError(name, f"is not supported here{hint}", "unsupported_parameter")
+        raise UnsupportedFieldError(name, f"is not supported here{hint}")
     if ignores_unknown:
         return
     cutoff = 0.8 if only_misspelt else 0.6

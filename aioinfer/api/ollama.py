@@ -21,12 +21,7 @@ from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import ScoredToken
-from aioinfer.api.messages import (
-    TemplateContent,
-    converted,
-    template_call,
-    template_content,
-)
+from aioinfer.api.messages import TemplateContent, converted, template_call, template_content
 from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
 from aioinfer.api.protocol import (
     GenerationBody,
@@ -40,7 +35,7 @@ from aioinfer.api.protocol import (
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import NO_TOOLS, read_tools
-from aioinfer.errors import FieldError
+from aioinfer.errors import FieldError, UnsupportedFieldError
 from aioinfer.ipc.sections import F32
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import MAX_LOGPROBS, GrammarSpec
@@ -172,11 +167,10 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
         """See `Body.check`."""
         options = self.options or Options()
         if (options.repeat_last_n or -1) != -1 and options.repeat_penalty not in (None, 1):
-            raise FieldError(
+            raise UnsupportedFieldError(
                 "options.repeat_last_n",
                 "must be -1, for all tokens, or 0, for none: a penalty for the last ones alone is "
                 "not supported",
-                "unsupported_parameter",
             )
 
     def grammars(self) -> list[GrammarSpec]:
@@ -372,7 +366,8 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
             return b""
         if block.kind != "text":
             return self._event(self._line(thinking=text))
-        return self._event(self._line(text, logprobs=block.new_logprobs() or UNSET))
+        new = block.logprobs and block.new_logprobs()
+        return self._event(self._line(text, logprobs=new or UNSET))
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""

@@ -34,7 +34,7 @@ from aioinfer.api.prompts import Prompt, Prompts, cut, encode_prompts, max_uncut
 from aioinfer.api.protocol import Int32, SamplingBody
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.errors import FieldError
+from aioinfer.errors import FieldError, UnsupportedFieldError
 from aioinfer.sampling_params import MAX_N, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
@@ -153,11 +153,10 @@ async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str)
     """Returns the prompts with the suffix behind the gap, in the model's format."""
     marks = frontend.require_tokenizer("suffix").fill_in_middle
     if marks is None:
-        raise FieldError(
+        raise UnsupportedFieldError(
             "suffix",
             "needs a model that fills in the middle: this one's tokenizer has no tokens "
             "for it, such as <|fim_prefix|>",
-            "unsupported_parameter",
         )
     if marks.suffix_is_joined:
         joint = await frontend.encode(_JOINT, False)

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import UnsetType
 
-from aioinfer.api.admission import admit, bounded
+from aioinfer.api.admission import bounded
 from aioinfer.api.batch.objects import Deleted
 from aioinfer.api.batch.store import (
     MAX_STORED,
@@ -30,10 +30,10 @@ from aioinfer.api.batch.store import (
     owner_of,
     page_of,
 )
-from aioinfer.api.context import STREAM_HEADERS, frontend_of
+from aioinfer.api.context import STREAM_HEADERS
 from aioinfer.api.decoding import MAX_VALUES
-from aioinfer.api.delivery import submitted
-from aioinfer.api.errors import describe, json_response, renamed
+from aioinfer.api.delivery import count_prompt, submitted
+from aioinfer.api.errors import describe, json_response
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import Generation, MessageDialect, named_event
 from aioinfer.api.http.limits import ACCOUNT
@@ -471,16 +471,9 @@ async def delete_response(request: web.Request) -> Deleted:
 async def list_input_items(request: web.Request, query: PageQuery) -> Page:
     """Lists the input items of a response, newest first, including the items of earlier responses
     and of its conversation; `limit`, `after`, `order`."""
-    items = list(reversed(_find(request).items))
-    return page_of(items, query)
+    return page_of(list(reversed(_find(request).items)), query)
 
 
 async def count_input_tokens(request: web.Request, body: ResponseRequest) -> InputTokens:
     """Returns how many tokens the prompt of a response would have. Nothing is generated."""
-    frontend = frontend_of(request)
-    frontend.require_tokenizer("input")
-    admit(request, body.timeout_s)
-    dialect = ResponseDialect(request, body)
-    with renamed(dialect.field_names):
-        prompt = await dialect.prompt(body.tool_use())
-    return InputTokens(input_tokens=len(prompt))
+    return InputTokens(input_tokens=await count_prompt(request, ResponseDialect, body))
