@@ -62,8 +62,9 @@ def save(name: str, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def load(folder: Path, group: ParallelGroup | None = None) -> FallbackModel:
-    model = build_model(folder, Backend(CPU, torch.float32, group or ParallelGroup.single()))
+def load(folder: Path, group: ParallelGroup | None = None, **options: Any) -> FallbackModel:
+    backend = Backend(CPU, torch.float32, group or ParallelGroup.single())
+    model = build_model(folder, backend, model_options(**options))
     assert isinstance(model, FallbackModel)
     model.load(folder, "auto", 0, lambda done, total: None)
     return model
@@ -82,6 +83,30 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_close(PagedModel(model, 4).run_at_random(TEXTS, longest=12, seed=1), expected)
     architecture = theirs.config.architectures[0]
     assert model.describe(16).startswith(f"transformers' modules of {architecture}")
+
+
+@pytest.mark.parametrize(("served_len", "original"), [(64, 1), (20, 64)])
+def test_longrope_by_the_longest_sequence_that_is_served(
+    served_len: int, original: int, tmp_path: Path
+) -> None:
+    """Beside texts on both sides of the original length: transformers, which has the factors of
+    each call's longest text, is given another original length, so that they are the same for
+    all."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 100.0, "attention_factor": 1.1,
+        "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [2.0, 3.0, 4.0, 5.0],
+    }  # fmt: skip
+    folders = [
+        save(
+            "cohere", tmp_path / str(length), max_position_embeddings=64,
+            rope_parameters={**rope, "original_max_position_embeddings": length},
+        )
+        for length in (20, original)
+    ]  # fmt: skip
+    theirs = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
+    expected = reference_logits(theirs)
+    model = load(folders[0], max_model_len=served_len)
+    assert_close(PagedModel(model, 4).run_at_random(TEXTS, longest=12, seed=1), expected)
 
 
 def test_weights_are_counted_and_may_be_random(tmp_path: Path) -> None:

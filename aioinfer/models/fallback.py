@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from aioinfer.config import ModelConfig
@@ -185,6 +186,7 @@ class FallbackModel:
         if self.backend.group.size > 1:
             _split(model, self.backend.group)
         self._model = model.to(self.backend.device)
+        _settle_longrope(model, self._options.max_model_len or self._config.max_len)
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         on_progress(self.weights_bytes, self.weights_bytes)
         self._find_attentions()
@@ -423,3 +425,16 @@ def _split(model: Any, group: ParallelGroup) -> None:
                 f"transformers' plan for {type(model).__name__} has {name} as {style!r}, which is "
                 "not supported: set parallel.tensor_parallel_size to 1"
             )
+
+
+def _settle_longrope(model: nn.Module, served_len: int) -> None:
+    """Has all texts rotated by the factors of "longrope" that those of `served_len` tokens have.
+    Modules of transformers take the factors of the longest text of a call, which has tokens of
+    several requests here, and keys in the cache that are not rotated again."""
+    rotary: Any
+    for rotary in model.modules():
+        if getattr(rotary, "rope_type", None) == "longrope":
+            compute = ROPE_INIT_FUNCTIONS["longrope"]
+            inverse, _ = compute(rotary.config, rotary.inv_freq.device, seq_len=served_len)
+            rotary.inv_freq.copy_(inverse)
+            rotary.rope_type = "default"  # which modules leave as it is

@@ -188,9 +188,10 @@ class Worker(CalledWorker):
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = select_backend(config, self.device, dtype, peers)
         served_len = config.model.max_model_len or model_config.max_len
-        self._is_long = isinstance(
-            model_config, DecoderConfig
-        ) and model_config.rope.has_long_factors(served_len)
+        # by which KV blocks are known: how keys depend on it in transformers' modules is not known
+        self._length: int = served_len
+        if isinstance(model_config, DecoderConfig):
+            self._length = int(model_config.rope.has_long_factors(served_len))
         self._layers = RankModel(
             config, self._folder, self._backend, peers, min(served_len, model_config.max_len)
         )
@@ -443,7 +444,7 @@ class Worker(CalledWorker):
         ]
         form = (
             self._weights_digest, json.dumps(config.hf_overrides, sort_keys=True, default=str),
-            self._is_long, config.load_format, config.seed, config.quantization,
+            self._length, config.load_format, config.seed, config.quantization,
             str(self._backend.dtype), str(self._cache_dtype), self.block_size, self._own_groups,
             # where ranks share a head, the same rank of another number of ranks has another head
             place.size_of("tp"), place.engine_rank, scales,
