@@ -31,7 +31,7 @@ function typeText(schema) {
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
   if (schema.anyOf) return schema.anyOf.map(typeText).join(" | ");
   if (schema.type === "array") return `list of ${typeText(schema.items) || "values"}`;
-  return schema.type || "any";
+  return schema.contentSchema ? `JSON: ${typeText(schema.contentSchema)}` : schema.type || "any";
 }
 
 /** Returns the names of the objects with fields of their own that a schema names, wherever it does. */
@@ -41,7 +41,7 @@ function objectsIn(schema) {
     const name = nameOf(schema);
     return Object.keys(types[name].properties ?? {}).length ? [name] : [];
   }
-  return [...(schema.anyOf ?? []), schema.items].flatMap(objectsIn);
+  return [...(schema.anyOf ?? []), schema.items, schema.contentSchema].flatMap(objectsIn);
 }
 
 function fieldTable({ required = [], properties = {} }) {

@@ -43,6 +43,8 @@ async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script,
     await opened(browser, "POST /llm/v1/chat/completions")
     fields = "$$('td code').map((code) => code.textContent)"
     assert "tool_choice" in await browser.run(fields)
+    names = await browser.run("$$('summary').map((summary) => summary.textContent)")
+    assert "ChatChunk" in names, "the events of the stream are shown"
     borders = "getComputedStyle($('table')).borderCollapse"
     assert await browser.run(borders) == "collapse"
     await browser.click("$('a[href=\"./\"]')")

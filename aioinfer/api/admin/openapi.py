@@ -211,7 +211,7 @@ def _event(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[str, 
     data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
     data["contentSchema"] = event
     if DONE in failure.event:
-        data = {"anyOf": [{"const": "[DONE]"}, data]}
+        data = {"anyOf": [{"enum": ["[DONE]"]}, data]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
