@@ -6,18 +6,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.output import Delta, KnownDelta, RequestOutput
 from aioinfer.engine.recovery import RestartPolicy
 from aioinfer.errors import GenerationError
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import BeamSearch, SamplingParams
+from aioinfer.scheduler.request import RequestStatus
 from bench_loop import EchoExecutor, make_frontend
+from tests.executor_runs import tiny_config, tiny_llama
 from tests.waiting import until
 
 PROMPT = [5] * 20
@@ -155,6 +158,41 @@ async def test_a_request_that_no_queue_holds_is_ended(
     engine.check_records()
     assert engine.metrics.violations == 1
     assert engine.metrics.finished["error"] == 1
+
+
+async def test_a_beam_with_its_last_token_is_not_lost(tmp_path: Path) -> None:
+    """Of two slots another request has one: the second beam begins when the first has ended."""
+    settings = {"model.tokenizer": "none", "scheduler.max_num_seqs": 2}
+    config = tiny_config(tiny_llama(tmp_path), executor="inline", **settings)
+    frontend = await Frontend.launch(config)
+    engine = frontend.engines[0]
+    other = await frontend.submit([5] * 20, replace(GREEDY, max_tokens=80))
+    await until_generating(frontend)
+    params = replace(GREEDY, ignore_eos=False, max_tokens=1, n=2, beam_search=BeamSearch(2))
+    search = await frontend.submit([9] * 20, params)
+    first, second = (sequence.request for sequence in search.sequences)
+    waits = False
+    while not search.is_finished:
+        ended = [beam.status is RequestStatus.FINISHED for beam in (first, second)]
+        waits |= ended == [True, False]
+        engine.check_records()
+        await asyncio.sleep(0)
+    found = await search.collect()
+    assert [len(delta.token_ids) for delta in found] == [1, 1]
+    assert (waits, engine.metrics.violations, other.is_finished) == (True, 0, False)
+    await frontend.close()
+
+
+async def test_an_output_that_a_stop_string_has_ended_is_restored(frontend: Frontend) -> None:
+    """From tokens: the text ends before the stop string, of which earlier tokens have a part."""
+    whole = await complete(frontend, GREEDY)
+    stop = whole.text[-4:-1]
+    params = replace(GREEDY, stop=(stop,))
+    stopped = await complete(frontend, params)
+    known = [KnownDelta(0, stopped.token_ids, None, stopped.finish_reason, stopped.stop_reason)]
+    restored = [delta async for delta in await frontend.submit(PROMPT, params, known=known)]
+    assert stopped.stop_reason == stop
+    assert [delta.text for delta in restored] == [stopped.text]
 
 
 async def test_a_request_that_nobody_reads_is_ended(frontend: Frontend) -> None:

@@ -472,8 +472,9 @@ class OutputSequence:
             return finish
         text = ""
         if detokenizer is not None:
-            # an end token is no text; a constraint may end a request with any token
-            if finish.stop_reason is None or params.include_stop:
+            # an end token is no text; a constraint may end a request with any token, and a stop
+            # string has ended an output that is restored
+            if not isinstance(finish.stop_reason, int) or params.include_stop:
                 text = detokenizer.next(token)
             text += detokenizer.flush()
             if stops is not None and self._num_output >= self._min_tokens:

@@ -27,7 +27,7 @@ import dataclasses
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -389,6 +389,14 @@ def no_progress(phase: str, done: int, total: int) -> None:
     """Ignores the progress of a start."""
 
 
+def _awaits_beams(sequence: OutputSequence, known: Collection[Request]) -> bool:
+    """Whether a sequence is a beam that has sampled its last token, and the scheduler still has
+    another beam of its search."""
+    if not sequence.is_beam or sequence.request.status is not RequestStatus.FINISHED:
+        return False
+    return any(each.request in known for each in sequence.output.sequences)
+
+
 #: Seconds between two checks, while there are requests.
 _CHECK_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
@@ -447,7 +455,8 @@ class RecordCheck:
             self._rebuild_scheduler()
         known = set(scheduler.requests())
         for request, sequence in list(sequences.items()):
-            if request not in known and request in sequences:
+            is_lost = request not in known and request in sequences
+            if is_lost and not _awaits_beams(sequence, known):
                 self._report(f"request {request.request_id} was in no queue")
                 request.end(Finish("error"))
                 scheduler.features.drop(request)
