@@ -18,7 +18,8 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_group import ModelGroup
 from aioinfer.engine.output import RequestOutput
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import ConfigError, EngineDeadError, WorkerCallError
+from aioinfer.errors import ConfigError, EngineDeadError, NotReadyError, WorkerCallError
+from aioinfer.executor.base import Executor
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
@@ -199,6 +200,33 @@ async def test_workers_that_are_lost_asleep_come_back_in_their_turn(
         first.engines[0].handle_loss(EngineDeadError("lost"))
         found = await asyncio.gather(tokens_of(second), tokens_of(first))
         assert found == [alone[1], alone[0]]
+
+
+@pytest.mark.usefixtures("restarts_at_once")
+async def test_a_model_whose_workers_do_not_come_back_makes_way(
+    folders: list[Path], alone: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_MAX_DELAY_S", 0.01)
+    monkeypatch.setattr(recovery, "MAX_OUTAGE_S", 0.1)
+    monkeypatch.setattr(recovery, "OUTAGE_STARTS", 0.0)
+    async with launched(folders[:2], **{"parallel.restart_workers": 1000}) as models:
+        first, second = models
+        (engine,) = first.engines
+        make = engine.recovery.new_executor
+
+        def fail() -> Executor:
+            raise EngineDeadError("there is no memory")
+
+        engine.recovery.new_executor = fail
+        engine.handle_loss(EngineDeadError("lost"))
+        with pytest.raises(NotReadyError, match="have not come back"):
+            await tokens_of(first)
+        assert await tokens_of(second) == alone[1]
+        assert engine.state is EngineState.RESTARTING
+        engine.recovery.new_executor = make
+        monkeypatch.setattr(recovery, "MAX_OUTAGE_S", 60.0)
+        assert await tokens_of(first) == alone[0]
+        assert await tokens_of(second) == alone[1]
 
 
 @pytest.mark.usefixtures("restarts_at_once")

@@ -552,7 +552,6 @@ async def test_a_feature_learns_of_lost_workers(monkeypatch: pytest.MonkeyPatch)
     engine = Recovery(
         "", requests, workers, emission, harness.scheduler.features, lambda _: harness.limits, 2,
         lambda: FakeExecutor(events), lambda reason: events.append("dead"),
-        lambda reason: events.append("outage"),
     )  # fmt: skip
     engine.begin_service()
     output = RequestOutput("r", [1, 2, 3], SamplingParams(n=2, temperature=0))

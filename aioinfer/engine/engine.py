@@ -67,7 +67,6 @@ class Engine:
         config: Config,
         executor: Executor,
         on_death: Callable[[Engine, str], None],
-        on_outage: Callable[[Engine, str], None],
         new_executor: Callable[[], Executor] | None = None,
     ):
         """Makes an engine; nothing runs before `start`.
@@ -79,8 +78,6 @@ class Engine:
             on_death: called with the engine and the reason when it serves no more requests, because
                 its workers died or hung. Requests that it does not take over (see
                 `router.relocate`) are ended then.
-            on_outage: called with the engine and the reason when requests have waited too long for
-                new workers; see `Recovery`.
             new_executor: makes an executor of the same kind, for a restart; without it there is no
                 restart.
         """
@@ -110,7 +107,6 @@ class Engine:
             config.parallel.restart_workers,
             new_executor,
             lambda reason: on_death(self, reason),
-            lambda reason: on_outage(self, reason),
         )
         self._record_check = RecordCheck(self._name, self.requests, self.emission)
 

@@ -74,11 +74,12 @@ class Frontend(PromptMaker):
                 config,
                 executor,
                 self._handle_death,
-                self._handle_outage,
                 None if new_executor is None else partial(new_executor, number),
             )
             for number, executor in enumerate(executors)
         ]
+        for engine in self.engines:
+            engine.recovery.on_outage = partial(self._handle_outage, engine)
         if config.parallel.data_parallel_attention:
             lockstep = Lockstep()
             for engine in self.engines:

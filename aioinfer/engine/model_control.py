@@ -108,13 +108,16 @@ class ModelControl:
         return self._is_held or self._is_updating
 
     async def wait_free(self) -> None:
-        """Returns when no engine is paused, and no engine's workers are being restarted."""
-        while busy := [
-            engine
-            for engine in self._engines
-            if engine.state is EngineState.RESTARTING
-            or (engine.is_paused and engine.state is EngineState.SERVING)
-        ]:
+        """Returns when no engine is paused, and no engine's workers are being restarted; or when
+        they have been lost for too long."""
+        while self.outage is None and (
+            busy := [
+                engine
+                for engine in self._engines
+                if engine.state is EngineState.RESTARTING
+                or (engine.is_paused and engine.state is EngineState.SERVING)
+            ]
+        ):
             busy[0].turn.clear()
             await busy[0].turn.wait()
 
@@ -204,7 +207,8 @@ class ModelControl:
 
     @_whole
     async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
-        """Frees the memory of weights and KV cache. Does nothing for a model that sleeps.
+        """Frees the memory of weights and KV cache. Does nothing for a model that sleeps. Workers
+        that have been lost for too long sleep once they have started.
 
         Args:
             level: 1 keeps the weights in memory of the host; 2 drops them: they are loaded again
@@ -220,6 +224,15 @@ class ModelControl:
         if self.sleep_level:
             return
         await self._stop(mode)
+        if self.outage is not None:
+            for engine in self._engines:
+                await engine.recovery.defer()
+        else:
+            await self._put_to_sleep(level)
+        self.sleep_level, self.asleep, self._lacks_weights = level, set(TAGS), level == 2
+        self._rejects = mode == "abort"
+
+    async def _put_to_sleep(self, level: int) -> None:
         try:
             for engine in self._living:
                 await HeldEngine(engine).release_blocks()
@@ -227,8 +240,6 @@ class ModelControl:
         except Exception:
             await self._wake_all()
             raise
-        self.sleep_level, self.asleep, self._lacks_weights = level, set(TAGS), level == 2
-        self._rejects = mode == "abort"
 
     @_whole
     async def wake_up(self, tags: Sequence[Tag] | None = None) -> None:

@@ -14,7 +14,7 @@ and requests in turns for two models cause no more swaps than the stay allows. A
 llama.cpp's router do, whole models are swapped; these start a process for a model instead.
 
 Workers that are lost while their model sleeps are started when it is its turn: until then another
-model has the devices' memory.
+model has the devices' memory. A model whose workers do not come back in its turn makes way.
 """
 
 from __future__ import annotations

@@ -155,6 +155,8 @@ class Recovery:
         policy: how often and how soon the workers are restarted.
         new_executor: makes an executor of the engine's kind, or None: then there is no restart.
         on_restart: called when new workers serve, before any step is planned for them.
+        on_outage: called with the reason when requests have waited too long for new workers, and
+            again as often while there are none; takes the requests over, or ends them.
         until_may_restart: awaited before new workers are started.
     """
 
@@ -169,7 +171,6 @@ class Recovery:
         max_restarts: int,
         new_executor: Callable[[], Executor] | None,
         on_death: Callable[[str], None],
-        on_outage: Callable[[str], None],
     ):
         """Makes it for an engine that has not started.
 
@@ -181,8 +182,6 @@ class Recovery:
             new_executor: see the attribute.
             on_death: called with the reason once the engine is dead; takes its requests over or
                 leaves them to be ended.
-            on_outage: called with the reason when requests have waited too long for new workers,
-                and again as often while there are none; takes the requests over, or ends them.
         """
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
@@ -194,7 +193,8 @@ class Recovery:
         self._emission, self._features = emission, features
         self._metrics = requests.metrics
         self._limits_of = limits_of
-        self._on_death, self._on_outage = on_death, on_outage
+        self._on_death = on_death
+        self.on_outage: Callable[[str], None] = lambda reason: None
         self._outage_timer: asyncio.TimerHandle | None = None
         self.on_restart: Callable[[], None] = lambda: None
         self.until_may_restart: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
@@ -323,6 +323,14 @@ class Recovery:
         self._give_up(f"{reason} (after {self.policy.max_restarts} restarts)")
         await workers.end()
 
+    async def defer(self) -> None:
+        """Gives up the restart that is under way, if one is: the next one begins once
+        `until_may_restart` returns, and until then requests wait for it."""
+        if self.state is EngineState.RESTARTING:
+            reason = self.outage or ""
+            await self.end()
+            self._task = asyncio.ensure_future(self._restart(reason))
+
     def _bound_outage(self) -> None:
         """Has requests wait for new workers no longer than they may from now on."""
         limit_s = max(MAX_OUTAGE_S, OUTAGE_STARTS * self._workers.start_s)
@@ -336,7 +344,7 @@ class Recovery:
                 f"{self._name}the workers were lost, and have not come back within {limit_s:.0f} s"
             )
             _log.error("%s; requests do not wait for them any more", self.outage)
-        self._on_outage(self.outage)
+        self.on_outage(self.outage)
         self._requests.scheduler.restart(self._requests.scheduler.limits, ())
 
     def _end_outage(self) -> None:
