@@ -522,8 +522,7 @@ async def identities(folder: Path, executor: str = "inline", **settings: Any) ->
 
 
 async def test_blocks_are_known_by_what_their_keys_depend_on(folder: Path) -> None:
-    """The length that is served changes the keys of "longrope" alone, and only where it passes the
-    original one."""
+    """The length that is served changes the keys of "longrope" alone."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 48, **factors}
     found = [

@@ -81,13 +81,6 @@ class RopeConfig:
             self.theta, self.kind, tuple(scaling), self.rotary_size, self.interleaved, self.sections
         )  # fmt: skip
 
-    def has_long_factors(self, served_len: int) -> bool:
-        """Whether "longrope" has its long factors where the longest sequence that is served has so
-        many tokens. False for other variants."""
-        if self.kind != "longrope" or self.scaling is None:
-            return False
-        return served_len > int(self.scaling["original_max_position_embeddings"])
-
     def check(self, rotary_size: int) -> None:
         """Raises `ConfigError` unless `rotary_size` channels have finite angles at every length."""
         if self.sections is not None and sum(self.sections[:3]) != rotary_size // 2:
@@ -243,7 +236,8 @@ def inverse_wavelengths(
     if rope.kind == "yarn":
         return _yarn(inverse, rope.theta, rotary_size, scaling), _yarn_attention_factor(scaling)
     if rope.kind == "longrope":
-        factors = scaling["long_factor" if rope.has_long_factors(served_len) else "short_factor"]
+        is_long = served_len > scaling["original_max_position_embeddings"]
+        factors = scaling["long_factor" if is_long else "short_factor"]
         return inverse / torch.tensor(factors), _longrope_attention_factor(scaling)
     return inverse, 1.0
 

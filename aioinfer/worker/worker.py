@@ -7,7 +7,6 @@ executes each plan, in order.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
 from aioinfer.ipc.read_tally import StoreTally, Tally
 from aioinfer.layers.parallel import ProcessGroups
-from aioinfer.models.config import DecoderConfig
 from aioinfer.models.registry import load_model_config
 from aioinfer.worker.cache_check import CacheCheck, text_tokens
 from aioinfer.worker.called_worker import CalledWorker
@@ -188,10 +186,10 @@ class Worker(CalledWorker):
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = select_backend(config, self.device, dtype, peers)
         served_len = config.model.max_model_len or model_config.max_len
-        # by which KV blocks are known: how keys depend on it in transformers' modules is not known
-        self._length: int = served_len
-        if isinstance(model_config, DecoderConfig):
-            self._length = int(model_config.rope.has_long_factors(served_len))
+        rope = getattr(model_config, "rope", None)
+        # where keys may depend on it, KV blocks are known by the length: transformers' modules may
+        # have longrope, too
+        self._length = served_len if rope is None or rope.kind == "longrope" else 0
         self._layers = RankModel(
             config, self._folder, self._backend, peers, min(served_len, model_config.max_len)
         )
@@ -443,8 +441,8 @@ class Worker(CalledWorker):
             for each in self.model.kv_scales.values()
         ]
         form = (
-            self._weights_digest, json.dumps(config.hf_overrides, sort_keys=True, default=str),
-            self._length, config.load_format, config.seed, config.quantization,
+            self._weights_digest, config.hf_overrides, self._length, config.load_format,
+            config.seed, config.quantization,
             str(self._backend.dtype), str(self._cache_dtype), self.block_size, self._own_groups,
             # where ranks share a head, the same rank of another number of ranks has another head
             place.size_of("tp"), place.engine_rank, scales,
