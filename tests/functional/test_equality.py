@@ -200,7 +200,7 @@ def test_prefix_cache_hits(usual, prompts, expected):
 @pytest.mark.extended
 def test_preemption(prompts, expected):
     indices = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
-    with running(cache__num_blocks=28, model__max_model_len=256) as llm:
+    with running(cache__num_blocks=22, model__max_model_len=256) as llm:
         outputs = llm.generate([prompts[i] for i in indices], GREEDY)
         assert llm.frontend.stats()["preemptions"] >= 5
     assert tokens_of(outputs) == [expected[i] for i in indices]
