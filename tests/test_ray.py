@@ -199,7 +199,8 @@ async def test_a_node_is_lost_and_another_one_joins(tmp_path: Path) -> None:
             tokens = list(output.token_ids)
         assert tokens == whole
         assert len(tokens) == 100
-        assert engine.metrics.restarts >= 1
+        # all tokens may have come before the node was lost
+        await until(lambda: engine.metrics.restarts >= 1)
         await frontend.close()
 
 
