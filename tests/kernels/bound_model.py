@@ -104,4 +104,7 @@ def last_tokens(step: Step, rows: list[int]) -> SampledRows:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    """Fails unless logits are equal but for what float32 rounds: of some families they are forty
+    times as large as of others."""
+    allowed = max(1e-4, 2e-5 * float(theirs.abs().max()))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=allowed)
