@@ -143,8 +143,8 @@ class KVStore:
         return ticket
 
     def count_room(self, groups: Iterable[int]) -> int:
-        """Returns how many blocks may be read from a connector, from the first on, of blocks of
-        these groups."""
+        """Returns how many blocks may be read from a connector now: of a list of blocks, of which
+        `groups` has the group of each, the first that the host has room for."""
         room = [group.max_reads for group in self.groups]
         count = 0
         for group in groups:
