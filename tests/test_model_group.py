@@ -4,8 +4,9 @@ swaps than the stay allows, and none waits without end."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from aioinfer.engine import recovery
+from aioinfer.engine.engine import Engine
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_group import ModelGroup
 from aioinfer.engine.output import RequestOutput
@@ -24,6 +26,7 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
 from tests.waiting import until
+from tests.worker_processes import worker_processes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=90, ignore_eos=True)
@@ -203,30 +206,103 @@ async def test_workers_that_are_lost_asleep_come_back_in_their_turn(
 
 
 @pytest.mark.usefixtures("restarts_at_once")
-async def test_a_model_whose_workers_do_not_come_back_makes_way(
-    folders: list[Path], alone: list[Tokens], monkeypatch: pytest.MonkeyPatch
+async def test_workers_that_are_lost_in_a_swap_are_reported_once(
+    folders: list[Path], alone: list[Tokens], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """They are stopped, so that they are killed for certain before they sleep."""
+    async with launched(folders[:2], executor="multiprocess") as models:
+        first, second = models
+        asleep = worker_processes()[0]  # the last model has started first
+        (worker,) = [each for each in worker_processes() if each != asleep]
+        worker.suspend()
+        waiting = asyncio.ensure_future(tokens_of(second))
+        await until(lambda: models.turns[0].is_swapping)
+        worker.kill()
+        assert await waiting == alone[1]
+        said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        lost, kept, serves = said
+        assert "was killed by SIGKILL" in lost
+        assert kept == f"{first.config.name} makes way once its workers serve again"
+        assert "the workers serve again" in serves
+        assert await tokens_of(first) == alone[0]
+
+
+@pytest.fixture
+def short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(recovery, "_MAX_DELAY_S", 0.01)
     monkeypatch.setattr(recovery, "MAX_OUTAGE_S", 0.1)
     monkeypatch.setattr(recovery, "OUTAGE_STARTS", 0.0)
+
+
+def lose_for_long(engine: Engine) -> Callable[[], None]:
+    """Loses an engine's workers; new ones cannot be started until the result is called."""
+    make = engine.recovery.new_executor
+
+    def fail() -> Executor:
+        raise EngineDeadError("there is no memory")
+
+    def come_back() -> None:
+        engine.recovery.new_executor = make
+
+    engine.recovery.new_executor = fail
+    engine.handle_loss(EngineDeadError("lost"))
+    return come_back
+
+
+@pytest.mark.usefixtures("short_outage")
+async def test_a_model_whose_workers_do_not_come_back_makes_way(
+    folders: list[Path], alone: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with launched(folders[:2], **{"parallel.restart_workers": 1000}) as models:
         first, second = models
         (engine,) = first.engines
-        make = engine.recovery.new_executor
-
-        def fail() -> Executor:
-            raise EngineDeadError("there is no memory")
-
-        engine.recovery.new_executor = fail
-        engine.handle_loss(EngineDeadError("lost"))
+        come_back = lose_for_long(engine)
         with pytest.raises(NotReadyError, match="have not come back"):
             await tokens_of(first)
         assert await tokens_of(second) == alone[1]
         assert engine.state is EngineState.RESTARTING
-        engine.recovery.new_executor = make
+        come_back()
         monkeypatch.setattr(recovery, "MAX_OUTAGE_S", 60.0)
         assert await tokens_of(first) == alone[0]
         assert await tokens_of(second) == alone[1]
+
+
+@pytest.mark.usefixtures("short_outage")
+async def test_an_engine_whose_workers_do_not_come_back_holds_no_other_model_up(
+    folders: list[Path], alone: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"parallel.restart_workers": 1000, "parallel.data_parallel_size": 2}
+    async with launched(folders[:2], executor="multiprocess", **settings) as models:
+        first, second = models
+        engine = first.engines[1]
+        come_back = lose_for_long(engine)
+        assert await tokens_of(first) == alone[0]
+        assert await tokens_of(second) == alone[1]
+        assert engine.state is EngineState.RESTARTING
+        assert await tokens_of(first) == alone[0]
+        come_back()
+        await until(lambda: engine.state is EngineState.SERVING)
+        assert await asyncio.gather(*map(tokens_of, models)) == alone[:2]
+
+
+@pytest.mark.usefixtures("short_outage")
+async def test_a_model_that_is_paused_keeps_its_place_without_workers(
+    folders: list[Path], alone: list[Tokens]
+) -> None:
+    async with launched(folders[:2], **{"parallel.restart_workers": 1000}) as models:
+        first, second = models
+        await first.control.pause()
+        come_back = lose_for_long(first.engines[0])
+        await until(lambda: first.control.outage)
+        waiting = asyncio.ensure_future(tokens_of(second))
+        await until(lambda: models.turns[0]._wanted)
+        await asyncio.sleep(0.05)
+        assert (models.awake, first.control.sleep_level) == ([first], 0)
+        first.control.resume()
+        assert await waiting == alone[1]
+        come_back()
+        assert await tokens_of(first) == alone[0]
 
 
 @pytest.mark.usefixtures("restarts_at_once")

@@ -108,16 +108,9 @@ class ModelControl:
         return self._is_held or self._is_updating
 
     async def wait_free(self) -> None:
-        """Returns when no engine is paused, and no engine's workers are being restarted; or when
-        they have been lost for too long."""
-        while self.outage is None and (
-            busy := [
-                engine
-                for engine in self._engines
-                if engine.state is EngineState.RESTARTING
-                or (engine.is_paused and engine.state is EngineState.SERVING)
-            ]
-        ):
+        """Returns when no engine is paused, and no engine's workers are being restarted, but for
+        engines whose workers have been lost for too long."""
+        while busy := [engine for engine in self._engines if _is_held_up(engine)]:
             busy[0].turn.clear()
             await busy[0].turn.wait()
 
@@ -224,10 +217,10 @@ class ModelControl:
         if self.sleep_level:
             return
         await self._stop(mode)
-        if self.outage is not None:
-            for engine in self._engines:
-                await engine.recovery.defer()
-        else:
+        in_outage = [engine for engine in self._engines if engine.recovery.outage is not None]
+        for engine in in_outage:
+            await engine.recovery.defer()
+        if self._living or not in_outage:
             await self._put_to_sleep(level)
         self.sleep_level, self.asleep, self._lacks_weights = level, set(TAGS), level == 2
         self._rejects = mode == "abort"
@@ -283,7 +276,10 @@ class ModelControl:
             self._go_on_if_free()
 
     async def _wake_all(self) -> None:
-        """Wakes up what has gone to sleep, after an error."""
+        """Wakes up what has gone to sleep, after an error. Workers that were lost come back
+        awake."""
+        if not self._living:
+            return
         try:
             await self._call("wake_up", tags=list(TAGS))
         except Exception as error:
@@ -314,6 +310,8 @@ class ModelControl:
                     )
                     if awake := [tag for tag in TAGS if tag not in self.asleep]:
                         await HeldEngine(engine).call_workers("wake_up", None, {"tags": awake})
+                except EngineDeadError:
+                    pass  # they are lost again: a message says so, and the next ones follow
                 except Exception as error:
                     _log.error("restarted workers could not be sent to sleep: %s", error)
 
@@ -512,3 +510,11 @@ class ModelControl:
                 raise answer
             results += answer
         return results
+
+
+def _is_held_up(engine: Engine) -> bool:
+    """Whether an engine that lives is paused, or its workers are being restarted and have not been
+    lost for too long."""
+    if engine.is_paused:
+        return engine.state is not EngineState.DEAD
+    return engine.state is EngineState.RESTARTING and engine.recovery.outage is None

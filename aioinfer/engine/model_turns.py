@@ -14,7 +14,8 @@ and requests in turns for two models cause no more swaps than the stay allows. A
 llama.cpp's router do, whole models are swapped; these start a process for a model instead.
 
 Workers that are lost while their model sleeps are started when it is its turn: until then another
-model has the devices' memory. A model whose workers do not come back in its turn makes way.
+model has the devices' memory. A model whose workers do not come back in its turn makes way, unless
+it is paused.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ class ModelTurns:
             await self._wake(self.awake)
             self._awake_since = time.monotonic()
         except (WorkerCallError, EngineDeadError) as error:
-            _log.error("another model cannot take the place of %s: %s", before.config.name, error)
+            if isinstance(error, WorkerCallError):
+                _log.error("%s cannot make way for another model: %s", before.config.name, error)
+            elif before.is_healthy():  # else the server ends; the loss itself is logged
+                _log.warning("%s makes way once its workers serve again", before.config.name)
             self._awake_since = time.monotonic() + max(0.0, _RETRY_S - self.min_stay_s)
         finally:
             self.is_swapping = False
