@@ -95,7 +95,7 @@ def anthropic_writer() -> ChoiceWriter:
     "make",
     [
         text_writer, lambda: text_writer(return_token_ids=True),
-        lambda: text_writer(stream_options=USAGE), lambda: chat_writer(store=True), chat_writer,
+        lambda: text_writer(stream_options=USAGE), chat_writer,
         lambda: chat_writer(return_token_ids=True), lambda: chat_writer(parses=False),
         anthropic_writer,
     ],
@@ -122,15 +122,3 @@ def test_each_token_has_its_id_and_the_usage_so_far() -> None:
     assert of_token["choices"][0]["token_ids"] == [6]
     assert [event["usage"]["completion_tokens"] for event in (of_token, end)] == [2, 2]
     assert end["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_record_has_all_that_was_written() -> None:
-    writer = chat_writer(parses=False, store=True)
-    record = writer.record
-    assert record is not None
-    writer.events(Delta(0, "a", [5]))
-    writer.frame("b", 6, None, None)
-    writer.frame("c", 7, "stop", "x")
-    record.join()
-    assert (record.text, record.token_ids) == ("abc", [5, 6, 7])
-    assert (record.finish_reason, record.stop_reason) == ("stop", "x")

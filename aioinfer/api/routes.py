@@ -18,8 +18,8 @@ from aioinfer.api.admin import control, info, metrics, openapi, page
 from aioinfer.api.admin.info import Status
 from aioinfer.api.admin.openapi import Route
 from aioinfer.api.batch import batches, objects
-from aioinfer.api.batch.objects import BATCHES, CHATS, CONVERSATIONS, FILES
-from aioinfer.api.batch.store import BatchObject, FileObject, PageQuery
+from aioinfer.api.batch.objects import BATCHES, CONVERSATIONS, FILES
+from aioinfer.api.batch.store import BatchObject, FileObject
 from aioinfer.api.context import (
     MODELS,
     ModelQuery,
@@ -35,7 +35,6 @@ from aioinfer.api.generation import Dialect
 from aioinfer.api.http import limits
 from aioinfer.api.openai import audio, chat, completions, pooling, responses, scoring, tokenization
 from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
-from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.errors import RequestError
 from aioinfer.features import load_halves
@@ -146,11 +145,6 @@ ROUTES: tuple[Route, ...] = (
     _dialect("/v1/completions", completions.CompletionDialect),
     _dialect("/v1/chat/completions", chat.ChatDialect),
     _dialect("/chat/completions", chat.ChatDialect),
-    _get("/v1/chat/completions", CHATS.list, query=CHATS.query),
-    _get("/v1/chat/completions/{id}/messages", CHATS.list_items, query=CHATS.items_query),
-    _get("/v1/chat/completions/{id}", CHATS.get, ChatCompletion),
-    _post("/v1/chat/completions/{id}", CHATS.update, ChatCompletion),
-    _delete("/v1/chat/completions/{id}", CHATS.delete),
     _dialect("/v1/responses", responses.ResponseDialect),
     _dialect("/responses", responses.ResponseDialect),
     _post("/v1/responses/input_tokens", responses.count_input_tokens),
@@ -160,11 +154,11 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/responses/{id}/input_items", responses.list_input_items),
     _post("/v1/conversations", objects.create_conversation),
     _post("/v1/conversations/{id}/items", objects.create_items),
-    _get("/v1/conversations/{id}/items", CONVERSATIONS.list_items, query=PageQuery),
+    _get("/v1/conversations/{id}/items", objects.list_items),
     _get("/v1/conversations/{id}/items/{item_id}", objects.get_item),
     _delete("/v1/conversations/{id}/items/{item_id}", objects.delete_item),
     _get("/v1/conversations/{id}", CONVERSATIONS.get, objects.Conversation),
-    _post("/v1/conversations/{id}", CONVERSATIONS.update, objects.Conversation),
+    _post("/v1/conversations/{id}", objects.update_conversation),
     _delete("/v1/conversations/{id}", CONVERSATIONS.delete),
     _post("/v1/files", objects.upload_file, form=objects.UploadForm),
     _get("/v1/files", FILES.list, query=FILES.query),

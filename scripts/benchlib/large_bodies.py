@@ -201,7 +201,7 @@ def _deep(depth: int) -> Any:
     return found
 
 
-#: The same in the words of other APIs, and what is stored.
+#: The same in the words of other APIs.
 OTHER_APIS = [
     LargeBody("16 000 items of a response", RESPONSES, lambda: json.dumps(
         {"input": [{"role": "user", "content": "Hi"}] * 16_000, "max_output_tokens": 1}
@@ -218,9 +218,6 @@ OTHER_APIS = [
     ).encode()),
     LargeBody("20 items of 15 MB of a conversation", "/v1/conversations", lambda: json.dumps(
         {"items": [{"role": "user", "content": _text(size=BYTES // 21)}] * 20}
-    ).encode()),
-    LargeBody("16 000 messages, stored", CHAT, lambda: json.dumps(
-        {"messages": [{"role": "user", "content": "Hi"}] * 16_000, "store": True, "max_tokens": 1}
     ).encode()),
     LargeBody("/v1/messages of 16 000 messages", MESSAGES, lambda: _messages(16_000)),
     LargeBody("/v1/messages of 12 000 blocks", MESSAGES, lambda: _json(

@@ -429,7 +429,7 @@ COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "echo", "suffix"}
 CHATS_ELSEWHERE = {
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "thinking_token_budget",
     "chat_template_kwargs", "documents", "reasoning_effort", "continue_final_message", "verbosity",
-    "store", "metadata", "prediction",
+    "prediction",
 }  # fmt: skip
 
 

@@ -61,44 +61,6 @@ async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
     assert final.usage.completion_tokens == whole.usage.completion_tokens
 
 
-async def test_stored_chats(client: openai.AsyncOpenAI) -> None:
-    chats = client.chat.completions
-    ask: Any = {"model": MODEL, "temperature": 0, "max_tokens": 4, "store": True}
-    parts: Any = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
-    first = await chats.create(**ask, messages=QUESTION, metadata={"a": "1", "b": "2"})
-    stream = await chats.create(
-        **ask, messages=parts, metadata={"a": "1"}, stream=True, n=2, stop=["never"]
-    )
-    chunks = [chunk async for chunk in stream]
-    unkept = await chats.create(**ask | {"store": False}, messages=QUESTION)
-    stored = await chats.retrieve(first.id)
-    assert stored.metadata == {"a": "1", "b": "2"}
-    assert stored.model_dump(exclude={"metadata"}) == first.model_dump(exclude={"metadata"})
-    second = await chats.retrieve(chunks[0].id)
-    assert second.object == "chat.completion"
-    assert [choice.message for choice in second.choices] == [first.choices[0].message] * 2
-    assert second.usage is not None
-    assert second.usage.completion_tokens == 8
-    assert [c.id async for c in chats.list(metadata={"a": "1"}, limit=1)] == [first.id, second.id]
-    assert [c.id async for c in chats.list(metadata={"a": "1", "b": "2"})] == [first.id]
-    assert [c.id async for c in chats.list(model="other")] == []
-    updated = await chats.update(second.id, metadata={"b": "2"})
-    assert updated.metadata == {"b": "2"}
-    found = [c.id async for c in chats.list(metadata={"b": "2"}, order="desc")]
-    assert found == [second.id, first.id]
-    (message,) = [m async for m in chats.messages.list(second.id)]
-    assert (message.role, message.content) == ("user", QUESTION[0]["content"])
-    assert message.content_parts is not None
-    assert message.content_parts[0].type == "text"
-    for id in (first.id, second.id):
-        assert (await chats.delete(id)).object == "chat.completion.deleted"
-    for id in (first.id, unkept.id):
-        with pytest.raises(openai.NotFoundError, match="there is no chat completion"):
-            await chats.retrieve(id)
-    with pytest.raises(openai.BadRequestError, match="metadata"):
-        await chats.create(**ask, messages=QUESTION, metadata={"a": 1})
-
-
 async def test_fields_of_the_client(client: openai.AsyncOpenAI) -> None:
     """Those that the client has names for and that other tests do not use, all in one request."""
     completion = await client.completions.create(

@@ -1,5 +1,5 @@
-"""The endpoints of stored objects (see `store`): files, conversations, to which responses add their
-items, and chat completions made with `store`. `Objects` has what they share with batches."""
+"""The endpoints of stored objects (see `store`): files, and conversations, to which responses add
+their items. `Objects` has what they share with batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CreateConversation(Body, kw_only=True):
 
 
 class UpdateObject(Body, kw_only=True):
-    """`POST` of a conversation or a stored chat completion: its new metadata."""
+    """`POST /v1/conversations/{id}`: its new metadata."""
 
     metadata: Metadata | None
 
@@ -97,18 +97,6 @@ class FilesQuery(PageQuery, kw_only=True):
     purpose: str | UnsetType = UNSET
 
 
-class OldestFirst(PageQuery, kw_only=True):
-    """The query of a list whose oldest object is first, unless it says otherwise."""
-
-    order: Literal["asc", "desc"] = "asc"
-
-
-class ChatsQuery(OldestFirst, kw_only=True):
-    """The query of a list of chat completions."""
-
-    model: str | UnsetType = UNSET
-
-
 @dataclass(frozen=True, slots=True)
 class Objects:
     """The endpoints that all kinds of stored objects have. The first variable of their paths is the
@@ -139,16 +127,10 @@ class Objects:
             for name in set(self.query.__struct_fields__) - set(PageQuery.__struct_fields__)
             if (value := getattr(query, name)) is not UNSET
         }
-        tags = {
-            name.removeprefix("metadata[")[:-1]: value
-            for name, value in request.query.items()
-            if name.startswith("metadata[") and name.endswith("]")
-        }
         found = [
             record.body
             for record in self.store(request).all_of(owner_of(request), self.kind)
             if all(getattr(record.body, name) == value for name, value in wanted.items())
-            and (not tags or tags.items() <= (getattr(record.body, "metadata", None) or {}).items())
         ]
         return page_of(found, query)
 
@@ -163,34 +145,11 @@ class Objects:
         return Deleted(id=id, object=self.deleted)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectsInMemory(Objects):
-    """Objects whose metadata clients change, and which have items, whose lists `items_query` asks
-    for."""
-
-    items_query: type[PageQuery] = PageQuery
-
-    async def update(self, request: web.Request, body: UpdateObject) -> Any:
-        """Replaces the metadata of an object."""
-        stored = self.find(request)
-        request.app[OBJECT_STORE].change_metadata(stored, body.metadata or {})
-        return stored.body
-
-    async def list_items(self, request: web.Request) -> Page:
-        """Lists the items of a conversation, or the messages that a chat completion answers;
-        `limit`, `after`, `order`."""
-        newest_first = list(reversed(self.find(request).items))
-        return page_of(newest_first, read_query(request, self.items_query))
-
-
 def _in_memory(request: web.Request) -> ObjectStore:
     return request.app[OBJECT_STORE]
 
 
-CONVERSATIONS = ObjectsInMemory("conversation", _in_memory, "conversation.deleted")
-CHATS = ObjectsInMemory(
-    "chat.completion", _in_memory, "chat.completion.deleted", ChatsQuery, OldestFirst
-)
+CONVERSATIONS = Objects("conversation", _in_memory, "conversation.deleted")
 FILES = Objects("file", require_files, "file", FilesQuery)
 BATCHES = Objects("batch", require_files)
 
@@ -209,6 +168,19 @@ async def create_conversation(request: web.Request, body: CreateConversation) ->
     store.check_room(size + json_size(created), "a conversation")
     store.add(owner_of(request), created, items, item_bytes=size)
     return created
+
+
+async def update_conversation(request: web.Request, body: UpdateObject) -> Conversation:
+    """Replaces the metadata of a conversation."""
+    stored = CONVERSATIONS.find(request)
+    request.app[OBJECT_STORE].change_metadata(stored, body.metadata or {})
+    conversation: Conversation = stored.body
+    return conversation
+
+
+async def list_items(request: web.Request, query: PageQuery) -> Page:
+    """Lists the items of a conversation; `limit`, `after`, `order`."""
+    return page_of(list(reversed(CONVERSATIONS.find(request).items)), query)
 
 
 async def create_items(request: web.Request, body: CreateItems) -> Page:

@@ -1,8 +1,8 @@
 """Stores of clients' objects, of which each API key finds its own alone.
 
-`ObjectStore` has responses of `/v1/responses`, conversations, and chat completions made with
-`store`, in memory; they share one limit, in number and in bytes. `FileStore` has the files of
-`/v1/files` and the records of batches in a folder, `server.files_folder`:
+`ObjectStore` has responses of `/v1/responses` and conversations, in memory; they share one limit,
+in number and in bytes. `FileStore` has the files of `/v1/files` and the records of batches in a
+folder, `server.files_folder`:
 
     files/ID.data, files/ID.json        a file, and what is known of it
     batches/ID.json                     a batch
@@ -38,7 +38,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, FieldError, RequestError
 
 #: The kinds of stored objects, by the `object` of their JSON.
-Kind = Literal["response", "conversation", "chat.completion", "file", "batch"]
+Kind = Literal["response", "conversation", "file", "batch"]
 
 #: OpenAI's bounds of an object's metadata.
 Metadata = Annotated[
@@ -52,18 +52,6 @@ MAX_STORED_BYTES = 64 * 2**20
 MAX_FILES = 1000
 #: The statuses in which a batch stays.
 ENDED = frozenset(("completed", "failed", "cancelled"))
-
-
-def checked_metadata(value: Any) -> dict[str, str]:
-    """Returns the metadata that an object is stored with, {} for None. Raises `RequestError`."""
-    try:
-        return {} if value is None else msgspec.convert(value, Metadata)
-    except msgspec.ValidationError as error:
-        raise FieldError(
-            "metadata",
-            "must be an object of at most 16 texts of at most 512 characters, with names "
-            "of at most 64",
-        ) from error
 
 
 class FileObject(Struct, kw_only=True):
@@ -141,8 +129,7 @@ class Stored:
     Attributes:
         owner: the name of the API key that it belongs to.
         body: the struct that replies show.
-        items: of a response, the items before its output; of a conversation, all of its items; of
-            a chat completion, its messages.
+        items: of a response, the items before its output; of a conversation, all of its items.
         events: of the stream of a response in the background, by sequence number.
         item_bytes, num_bytes: of an object in memory, the length of its items as JSON, and of all
             of it.
@@ -177,7 +164,7 @@ class Store:
             previous, is_on_disk = param == "previous_response_id", kind in ("file", "batch")
             code = f"{kind}_not_found" if is_on_disk else "not_found"
             raise RequestError(
-                f"there is no {kind.replace('.', ' ')} {id[:80]!r}, or no longer",
+                f"there is no {kind} {id[:80]!r}, or no longer",
                 param=f"{kind}_id" if is_on_disk else param,
                 status=400 if previous else 404,
                 code="previous_response_not_found" if previous else code,

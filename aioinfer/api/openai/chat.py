@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
-from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import ContentPart, Message, TextPart, converted, template_messages
+from aioinfer.api.messages import Message, TextPart, template_messages
 from aioinfer.api.openai.chunks import (
     Choice,
     Chunk,
@@ -82,8 +81,6 @@ class ChatRequest(SamplingBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None  # type: ignore[assignment]
 
     def check(self) -> None:
         super().check()
@@ -188,7 +185,7 @@ class ChatChoice(Choice, kw_only=True):
 
 
 class ChatCompletion(Envelope, kw_only=True):
-    """The reply of `/v1/chat/completions`; a stored one has `metadata`."""
+    """The reply of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None
@@ -196,21 +193,12 @@ class ChatCompletion(Envelope, kw_only=True):
     usage: Usage
     prompt_logprobs: list[Any] | None
     prompt_token_ids: list[int] | UnsetType = UNSET
-    metadata: dict[str, str] | UnsetType = UNSET
-
-
-class StoredMessage(Message, kw_only=True, omit_defaults=True):
-    """A message as OpenAI lists it: its content as text, and its parts beside that."""
-
-    id: str
-    content_parts: list[ContentPart] | None = None
 
 
 class ChatDialect(ChunkDialect[ChatRequest]):
     """Answers a conversation n times.
 
-    Without `max_tokens`, in the request or as a default, an answer may be as long as fits. With
-    `store`, the reply is stored before the client has all of it.
+    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
     """
 
     body_type = ChatRequest
@@ -240,8 +228,6 @@ class ChatDialect(ChunkDialect[ChatRequest]):
 
     async def decode(self) -> Generation | web.StreamResponse:
         """See `Dialect.decode`."""
-        if self.body.store:
-            checked_metadata(self.body.metadata)
         found = await super().decode()
         if self.turn.parses and self.frontend.message_format.has_thoughts:
             self._count_thought = partial(num_thought_tokens, self.frontend, self.turn)
@@ -258,21 +244,13 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         self.writers.append(writer)
         return writer
 
-    async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Dialect.end`."""
-        recorded = [each.record for each in self.writers if isinstance(each, ChatWriter)]
-        if self.body.store:
-            await self.whole(outputs, [delta.join() for delta in recorded if delta is not None])
-        return await super().end(outputs)
-
     async def whole(
         self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
     ) -> ChatCompletion:
         """See `Dialect.whole`."""
-        (output,), body = outputs, self.body
-        num_top = body.prompt_logprobs
+        (output,), num_top = outputs, self.body.prompt_logprobs
         num_tokens = sum(len(choice.token_ids) for choice in choices)
-        reply = ChatCompletion(
+        return ChatCompletion(
             **self.envelope,
             choices=[
                 await self._choice(output, index, delta) for index, delta in enumerate(choices)
@@ -281,13 +259,6 @@ class ChatDialect(ChunkDialect[ChatRequest]):
             prompt_logprobs=await prompt_logprobs(self.names, output.prompt_scores, num_top),
             prompt_token_ids=self.turn.prompt if self.with_ids else UNSET,
         )
-        if body.store:
-            stored = replace(reply, metadata=checked_metadata(body.metadata))
-            store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
-            contents = (message.content for message in body.messages)
-            messages = await converted(contents, partial(_stored, reply.id, body))
-            store.add(owner, stored, messages)
-        return reply
 
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
         """Returns a choice of a reply: the message, the ids of its tokens and their
@@ -322,16 +293,11 @@ def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -
 
 class ChatWriter(ChunkWriter):
     """Writes a choice of a chat. Where its text goes through a parser, a token whose text is held
-    back has no chunk.
-
-    Attributes:
-        record: all that has come, where the reply is to be stored.
-    """
+    back has no chunk."""
 
     def __init__(self, dialect: ChatDialect, output: RequestOutput, index: int):
         super().__init__(dialect, output, dialect.turn.prompt)
         self.empty = ChatChunkChoice(index=index, delta=ChatDelta())
-        self.record = Delta(index) if dialect.body.store else None
         self._frontend, self._parses = dialect.frontend, dialect.turn.parses
         self._parser = make_parser(dialect.frontend, dialect.turn)
         #: The arguments of the last call, in pieces.
@@ -340,13 +306,7 @@ class ChatWriter(ChunkWriter):
     @property
     def can_be_plain(self) -> bool:
         """See `ChunkWriter.can_be_plain`."""
-        return super().can_be_plain and self.record is None and not self._parses
-
-    def events(self, delta: Delta) -> bytes:
-        """See `ChoiceWriter.events`."""
-        if self.record is not None:
-            self.record.merge(delta)
-        return super().events(delta)
+        return super().can_be_plain and not self._parses
 
     def opening(self) -> Iterator[bytes]:
         """See `ChunkWriter.opening`: the first chunk names the role, and has the prompt's ids."""
@@ -401,14 +361,3 @@ class ChatWriter(ChunkWriter):
 def _call(id: str, name: str, arguments: str, index: int | UnsetType = UNSET) -> ChatCall:
     function = CalledFunction(name=name, arguments=arguments)
     return ChatCall(index=index, id=id, type="function", function=function)
-
-
-def _stored(id: str, body: ChatRequest) -> list[StoredMessage]:
-    """Returns the messages of a chat as they are stored with the reply of this id."""
-    found = []
-    for number, message in enumerate(body.messages):
-        stored = StoredMessage(id=f"{id}-{number}", **asdict(message))
-        if isinstance(parts := message.content, list):
-            stored.content, stored.content_parts = message.for_template()["content"], parts
-        found.append(stored)
-    return found
