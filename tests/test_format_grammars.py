@@ -318,7 +318,7 @@ def test_what_needs_no_grammar_or_cannot_have_one(outputs: Outputs) -> None:
     assert none.grammar(ToolUse(TOOLS, "auto"), in_thought=False, answer=None) is None
     with pytest.raises(RequestError, match=r"chat\.tool_format"):
         none.grammar(ToolUse(TOOLS, "required"), in_thought=False, answer=None)
-    answer = GrammarSpec("regex", "a+", param="guided_regex")
+    answer = GrammarSpec("regex", "a+", param="structured_outputs.regex")
     with pytest.raises(RequestError, match="regex"):
         format.grammar(ToolUse(TOOLS, "auto"), in_thought=False, answer=answer)
 

@@ -105,7 +105,7 @@ async def test_a_wrong_grammar_names_the_field_of_each_request(
             await compiler.compile(SamplingParams(grammar=spec))
         return caught.value.param
 
-    names = ["guided_json", "response_format", "grammar"]
+    names = ["json_schema", "response_format", "grammar"]
     assert await asyncio.gather(*map(fail, names)) == names
 
 

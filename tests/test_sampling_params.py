@@ -174,7 +174,10 @@ class TestRestrictions:
         assert SamplingParams(grammar=grammar).is_restricted
 
     def test_grammars_are_equal_whatever_field_they_came_in(self) -> None:
-        specs = {GrammarSpec("regex", "a"), GrammarSpec("regex", "a", param="guided_regex")}
+        specs = {
+            GrammarSpec("regex", "a"),
+            GrammarSpec("regex", "a", param="structured_outputs.regex"),
+        }
         assert len(specs) == 1
         assert GrammarSpec("regex", "a") != GrammarSpec("lark", "a")
         assert GrammarSpec("json_object") != GrammarSpec("json_object", whitespace="")

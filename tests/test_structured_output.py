@@ -24,7 +24,7 @@ def fields(**body: Any) -> dict[str, Any]:
     ("body", "expected"),
     [
         ({}, None),
-        ({"response_format": None, "guided_json": None, "json_schema": None}, None),
+        ({"response_format": None, "structured_outputs": None, "json_schema": None}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
         (
@@ -60,13 +60,8 @@ def fields(**body: Any) -> dict[str, Any]:
         ),
         ({"structured_outputs": {"structural_tag": json.dumps({"a": 1})}},
          GrammarSpec("structural_tag", '{"a":1}')),
-        ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"},
+        ({"json_schema": SCHEMA, "guided_decoding_backend": "xgrammar"},
          GrammarSpec("json_schema", COMPACT)),
-        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "},
-         GrammarSpec("json_schema", COMPACT, " ")),
-        ({"guided_regex": "a"}, GrammarSpec("regex", "a")),
-        ({"guided_choice": ["a"]}, GrammarSpec("choice", '["a"]')),
-        ({"guided_grammar": "start: A"}, GrammarSpec("lark", "start: A")),
         ({"grammar": 'root ::= "a"'}, GrammarSpec("lark", 'root ::= "a"')),
         ({"json_schema": SCHEMA}, GrammarSpec("json_schema", COMPACT)),
     ],
@@ -77,7 +72,7 @@ def test_fields(body: dict[str, Any], expected: GrammarSpec | None) -> None:
 
 def test_the_text_of_a_schema_is_kept() -> None:
     """Python's JSON would lose digits and add infinity."""
-    raw = b'{"prompt": "x", "guided_json": {"maximum": 1e500, "minimum": 0.10000000000000000001}}'
+    raw = b'{"prompt": "x", "json_schema": {"maximum": 1e500, "minimum": 0.10000000000000000001}}'
     grammar = decode(raw, CompletionRequest).sampling_fields()["grammar"]
     assert grammar.source == '{"maximum":1e500,"minimum":0.10000000000000000001}'
 
@@ -99,18 +94,20 @@ def test_the_text_of_a_schema_is_kept() -> None:
             {"response_format": {"type": "structural_tag", "structures": []}},
             "response_format.triggers",
         ),
-        ({"guided_json": '{"a":'}, "guided_json"),
-        ({"guided_json": ""}, "guided_json"),
-        ({"guided_json": {"enum": list(range(10_000))}}, "guided_json"),
-        ({"guided_json": {"const": "x" * MAX_GRAMMAR_CHARS}}, "guided_json"),
-        ({"guided_grammar": ""}, "guided_grammar"),
-        ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"json_schema": '{"a":'}, "json_schema"),
+        ({"json_schema": ""}, "json_schema"),
+        ({"structured_outputs": {"json": {"enum": list(range(10_000))}}},
+         "structured_outputs.json"),
+        ({"json_schema": {"const": "x" * MAX_GRAMMAR_CHARS}}, "json_schema"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}},
          "structured_outputs.regex"),
         ({"structured_outputs": {"json_object": True, "regex": "a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}},
          "structured_outputs.disable_additional_properties"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "grammar": "start: A"}, "grammar"),
         ({"grammar": "start: A", "json_schema": {}}, "json_schema"),
     ],
 )  # fmt: skip

@@ -35,6 +35,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "activation": (True,), "cache_salt": (), "chat_template": (), "detokenize": (True,),
         "echo": (False,), "ec_transfer_params": ({},), "embed_dtype": ("float32",),
         "endianness": ("little", "native"), "enable_response_messages": (False,),
+        "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
         "kv_transfer_params": ({},), "logits_processors": ([],), "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},), "previous_input_messages": ([],), "previous_response": (),
         "prompt_embeds": (), "repetition_detection": (), "return_prompt_text": (False,),
@@ -130,6 +131,10 @@ _RENAMED = {
 #: The field or option to use in place of a refused field.
 _INSTEAD = {
     "enable_thinking": 'chat_template_kwargs, as in {"enable_thinking": false}',
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        'structured_outputs, as in {"regex": "[a-z]+"}',
+    ),
     "input_ids": "completions with token ids as the prompt",
     "lora": "the adapter's name as the model",
     "lora_path": "the adapter's name as the model",

@@ -127,30 +127,30 @@ class StructuredOutputs(Struct, kw_only=True):
     disable_additional_properties: bool | None = None
     disable_fallback: bool | None = None  # there is no other library to fall back to
 
-    def to_grammars(self, prefix: str) -> list[GrammarSpec]:
-        """Returns the grammars that were given. `prefix` goes before the names of fields in
-        errors."""
+    def to_grammars(self) -> list[GrammarSpec]:
+        """Returns the grammars that were given. Raises `RequestError` naming the field."""
+        place = "structured_outputs."
         if self.disable_additional_properties:
             raise RequestError(
                 "disable_additional_properties is not supported: give "
                 "'additionalProperties': false in the schema",
-                param=f"{prefix}disable_additional_properties",
+                param=f"{place}disable_additional_properties",
             )
         whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
         found = []
         if self.json_object:
-            found.append(GrammarSpec("json_object", "", whitespace, f"{prefix}json_object"))
+            found.append(GrammarSpec("json_object", "", whitespace, f"{place}json_object"))
         if is_given(self.json):
-            found.append(json_grammar("json_schema", self.json, f"{prefix}json", whitespace))
+            found.append(json_grammar("json_schema", self.json, f"{place}json", whitespace))
         if is_given(tag := self.structural_tag):
-            found.append(json_grammar("structural_tag", tag, f"{prefix}structural_tag", whitespace))
+            found.append(json_grammar("structural_tag", tag, f"{place}structural_tag", whitespace))
         if self.regex is not None:
-            found.append(GrammarSpec("regex", self.regex, None, f"{prefix}regex"))
+            found.append(GrammarSpec("regex", self.regex, None, f"{place}regex"))
         if self.choice is not None:
             choices = msgspec.json.encode(self.choice).decode()
-            found.append(GrammarSpec("choice", choices, None, f"{prefix}choice"))
+            found.append(GrammarSpec("choice", choices, None, f"{place}choice"))
         if self.grammar is not None:
-            found.append(GrammarSpec("lark", self.grammar, None, f"{prefix}grammar"))
+            found.append(GrammarSpec("lark", self.grammar, None, f"{place}grammar"))
         return found
 
 
@@ -313,7 +313,6 @@ class IgnoredFields(GenerationBody, kw_only=True):
     store: Ignored = None
     user: Ignored = None
     # vLLM
-    guided_decoding_backend: Ignored = None
     request_id: Ignored = None
     spaces_between_special_tokens: Ignored = None
     # llama.cpp and SGLang
@@ -369,7 +368,7 @@ class SamplingFields(CommonSampling, kw_only=True):
 
     def grammars(self) -> list[GrammarSpec]:
         outputs = self.structured_outputs
-        return [] if outputs is None else outputs.to_grammars("structured_outputs.")
+        return [] if outputs is None else outputs.to_grammars()
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -380,11 +379,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     n_predict: Int32 | None = None
     prompt_logprobs: Int32 | None = None
     response_format: ResponseFormat | None = None
-    guided_json: Raw = NOT_GIVEN
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     grammar: str | None = None
     json_schema: Raw = NOT_GIVEN
     stream_options: StreamOptions | None = None
@@ -423,14 +417,6 @@ class SamplingBody(SamplingFields, kw_only=True):
         format, found = self.response_format, super().grammars()
         if format is not None and (spec := format.to_grammar()) is not None:
             found.insert(0, spec)
-        older = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-            whitespace_pattern=self.guided_whitespace_pattern,
-        )
-        found += older.to_grammars("guided_")
         if self.grammar is not None:
             found.append(GrammarSpec("lark", self.grammar))
         if is_given(self.json_schema):

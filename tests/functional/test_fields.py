@@ -396,8 +396,7 @@ OF_BOTH: dict[str, Any] = {
     "prompt_logprobs": 1, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [5],
     "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
     "allowed_token_ids": [5, 6], "bad_words": ["x"], "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "x"}, "guided_json": {"type": "null"}, "guided_regex": "x",
-    "guided_choice": ["x"], "guided_grammar": 'root ::= "x"', "guided_whitespace_pattern": " ?",
+    "structured_outputs": {"regex": "x"},
     "grammar": 'root ::= "x"', "json_schema": {"type": "null"}, "use_beam_search": True,
     "length_penalty": 2, "early_stopping": True, "truncate_prompt_tokens": 2,
     "truncation_side": "right", "priority": 1, "cache_salt": "x", "return_progress": True,
@@ -410,7 +409,6 @@ OF_CHATS = {
 }  # fmt: skip
 #: Other fields that a field needs.
 NEEDS: dict[str, Any] = {
-    "guided_whitespace_pattern": {"guided_json": {"type": "null"}},
     "length_penalty": {"use_beam_search": True, "temperature": 0},
     "early_stopping": {"use_beam_search": True, "temperature": 0},
     "use_beam_search": {"temperature": 0},

@@ -104,7 +104,7 @@ async def test_logprobs_name_tokens_by_id(without: Served) -> None:
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
         ("/v1/completions", {"prompt": PROMPT, "stop": "."}, "stop"),
         ("/v1/completions", {"prompt": PROMPT, "echo": True}, "echo"),
-        ("/v1/completions", {"prompt": PROMPT, "guided_regex": "a"}, "guided_regex"),
+        ("/v1/completions", {"prompt": PROMPT, "grammar": "start: A"}, "grammar"),
         ("/v1/completions", {"prompt": PROMPT, "bad_words": ["a"]}, "bad_words"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
         ("/tokenize", {"prompt": "a text"}, "prompt"),

@@ -43,7 +43,7 @@ class City(pydantic.BaseModel):
     "fields",
     [
         {"response_format": FORMAT},
-        {"guided_json": CITY},
+        {"structured_outputs": {"json": CITY}},
     ],
 )
 async def test_a_schema(served: Served, fields: dict[str, Any], temperature: float) -> None:
@@ -58,10 +58,10 @@ async def test_a_schema(served: Served, fields: dict[str, Any], temperature: flo
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"guided_regex": r"[A-Z]{3}-\d{2}"}, r"[A-Z]{3}-\d{2}"),
+        ({"structured_outputs": {"regex": r"[A-Z]{3}-\d{2}"}}, r"[A-Z]{3}-\d{2}"),
         ({"structured_outputs": {"choice": ["positive", "negative"]}}, "positive|negative"),
         ({"grammar": 'root ::= "<" [a-z]{2,4} ">"'}, r"<[a-z]{2,4}>"),
-        ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, r"x[0-9]{2}"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]{2}/'}}, r"x[0-9]{2}"),
         ({"response_format": {"type": "json_object"}}, r"\{.*"),
     ],
 )
@@ -84,7 +84,7 @@ async def test_streams_of_several_choices(served: Served) -> None:
 
 
 async def test_stop_and_length_go_before_the_grammar(served: Served) -> None:
-    fields = {"prompt": "Digits:", "guided_regex": "a{40}", "temperature": 0}
+    fields = {"prompt": "Digits:", "structured_outputs": {"regex": "a{40}"}, "temperature": 0}
     short = await served.complete(max_tokens=3, **fields)
     assert short["finish_reason"] == "length"
     assert re.fullmatch("a+", short["text"])
@@ -98,7 +98,7 @@ async def test_restricted_and_plain_requests_together(served: Served) -> None:
     plain = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
     alone = await served.complete(**plain)
     work = [
-        served.complete(prompt=f"{i}:", max_tokens=60, temperature=1, seed=i, guided_json=CITY)
+        served.complete(prompt=f"{i}:", max_tokens=60, temperature=1, seed=i, json_schema=CITY)
         if i % 2
         else served.complete(**plain)
         for i in range(10)
@@ -130,7 +130,12 @@ async def test_a_grammar_that_fails_while_it_runs(served: Served) -> None:
     tokens = (await served.post("/tokenize", prompt="xyz"))["tokens"]
     async with served.http.post(
         COMPLETIONS,
-        json={"prompt": "x", "guided_regex": "abc", "allowed_token_ids": tokens, "max_tokens": 9},
+        json={
+            "prompt": "x",
+            "structured_outputs": {"regex": "abc"},
+            "allowed_token_ids": tokens,
+            "max_tokens": 9,
+        },
     ) as response:
         assert response.status == 400
         assert "no token may come next" in (await response.json())["error"]["message"]
@@ -155,12 +160,12 @@ async def test_random_schemas(served: Served) -> None:
     async def is_valid(number: int, schema: Any) -> bool:
         async with served.http.post(
             COMPLETIONS,
-            json={"prompt": "An example:", "max_tokens": 120, "guided_json": schema,
+            json={"prompt": "An example:", "max_tokens": 120, "json_schema": schema,
                   "temperature": number % 2, "seed": number},
         ) as response:  # fmt: skip
             reply = await response.json()
         if response.status == 400:
-            assert reply["error"]["param"] == "guided_json"
+            assert reply["error"]["param"] == "json_schema"
             return False
         assert response.status == 200, reply
         (choice,) = reply["choices"]
@@ -186,8 +191,8 @@ async def test_random_schemas(served: Served) -> None:
 )
 async def test_a_schema_that_cannot_be_enforced(served: Served, schema: str, message: str) -> None:
     """It is answered 400; llguidance by itself would round the number, or end the process."""
-    for field in ("guided_json", "json_schema"):
-        body = f'{{"prompt": "x", "max_tokens": 5, "{field}": {schema}}}'
+    for fields in (f'"structured_outputs": {{"json": {schema}}}', f'"json_schema": {schema}'):
+        body = f'{{"prompt": "x", "max_tokens": 5, {fields}}}'
         async with served.http.post(
             COMPLETIONS, data=body, headers={"Content-Type": "application/json"}
         ) as response:
