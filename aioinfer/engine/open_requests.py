@@ -91,7 +91,8 @@ class OpenRequests:
             self.sequences[request] = sequence
             if sequence.times is not None:
                 self.metrics.import_request(request, sequence.times)
-            self.scheduler.add(request)
+            if request.status is not RequestStatus.FINISHED:  # else a beam that waits for others
+                self.scheduler.add(request)
             sequence.output.on_abort = self.abort
         self.plan_soon()
 
