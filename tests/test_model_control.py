@@ -522,15 +522,18 @@ async def identities(folder: Path, executor: str = "inline", **settings: Any) ->
 
 
 async def test_blocks_are_known_by_what_their_keys_depend_on(folder: Path) -> None:
-    """The length that is served changes the keys of "longrope" alone."""
+    """The length that is served changes the keys of "longrope" alone, and the order in which the
+    configuration has its keys none."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 48, **factors}
+    turned = dict(reversed(rope.items()))
     found = [
         await identities(folder, **{"model.hf_overrides": overrides, "model.max_model_len": length})
-        for overrides in ({}, {"rope_parameters": rope})
+        for overrides in ({}, {"rope_parameters": rope}, {"rope_parameters": turned})
         for length in (48, 49)
     ]
     assert found[0] == found[1]
+    assert found[2:4] == found[4:]
     assert len({*map(tuple, found)}) == 3
 
 

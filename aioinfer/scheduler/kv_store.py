@@ -162,10 +162,10 @@ class KVStore:
         num_tokens: int,
     ) -> bool:
         """Has the next plan bring blocks from a connector to the host for a request, which begins
-        with them later: (group, hash) in the order of the prefix, of `num_tokens` tokens. False,
-        and nothing is changed, if they are too many."""
-        room = self.count_room(group for group, _ in wanted)
-        if len(self._reading) >= MAX_READS or room < len(wanted):
+        with them later: (group, hash) in the order of the prefix, of `num_tokens` tokens, for which
+        there is room (see `count_room`). False, and nothing is changed, if too many reads are on
+        their way."""
+        if len(self._reading) >= MAX_READS:
             return False
         ticket = self._begin(request, num_tokens, [block_hash for _, block_hash in wanted])
         reads = [

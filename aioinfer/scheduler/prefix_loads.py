@@ -90,6 +90,8 @@ class PrefixLoads:
             if length <= self._prefixes.hit_length(hashes, store.groups):
                 return False
             wanted = self._missing_on_host(hashes, length)
+            if store.count_room(number for _, number, _ in wanted) < len(wanted):
+                return False  # sliding windows that end earlier begin earlier
         store.use(hashes[:length])
         num_tokens = len({entry for entry, _, _ in wanted}) * self._block_size
         blocks = [(number, block_hash) for _, number, block_hash in wanted]

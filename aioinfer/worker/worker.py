@@ -7,6 +7,7 @@ executes each plan, in order.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -441,8 +442,8 @@ class Worker(CalledWorker):
             for each in self.model.kv_scales.values()
         ]
         form = (
-            self._weights_digest, config.hf_overrides, self._length, config.load_format,
-            config.seed, config.quantization,
+            self._weights_digest, json.dumps(config.hf_overrides, sort_keys=True, default=str),
+            self._length, config.load_format, config.seed, config.quantization,
             str(self._backend.dtype), str(self._cache_dtype), self.block_size, self._own_groups,
             # where ranks share a head, the same rank of another number of ranks has another head
             place.size_of("tp"), place.engine_rank, scales,
