@@ -61,7 +61,7 @@ class Connection(web.RequestHandler):
         body: the body of the request that came last.
     """
 
-    __slots__ = ("_head_bytes", "_is_half_closed", "_method", "_server", "body", "socket")
+    __slots__ = ("_head_bytes", "_server", "body", "socket")
 
     def __init__(self, server: ConnectionServer, loop: asyncio.AbstractEventLoop):
         super().__init__(
@@ -75,8 +75,6 @@ class Connection(web.RequestHandler):
         self.body: StreamReader | None = None
         self._server = server
         self._head_bytes = 0  # bytes received of a head that is not complete
-        self._method: str | None = None  # of the request that is being handled
-        self._is_half_closed = False
 
     def data_received(self, data: bytes) -> None:
         """Parses the data that a client has sent, and bounds the size of a head."""
@@ -98,21 +96,6 @@ class Connection(web.RequestHandler):
         if self._head_bytes > MAX_HEAD_BYTES:
             self._reject(431, "the request's head is too long", "header_too_large")
 
-    def begin(self, method: str, body: StreamReader) -> None:
-        """Notes the request that is handled from now on."""
-        self._method, self.body = method, body
-
-    def eof_received(self) -> bool:  # type: ignore[override]  # annotated without a reply
-        """Goes on with a GET whose client has ended its own side of the connection alone, as `nc`
-        does behind its input, and closes the connection once it is answered. Any other request
-        ends: a client that is gone looks the same, and its generation would go on to its end.
-        Returns whether the connection stays."""
-        waiting = [getattr(message, "method", None) for message, _ in self._messages]
-        methods = [*waiting, *([self._method] if self._method is not None else [])]
-        over_tls = self.transport is None or self.transport.get_extra_info("sslcontext") is not None
-        self._is_half_closed = bool(methods) and {*methods} <= {"GET", "HEAD"} and not over_tls
-        return self._is_half_closed
-
     def pause_writing(self) -> None:
         super().pause_writing()
         self._server.stalled.add(self)
@@ -130,9 +113,7 @@ class Connection(web.RequestHandler):
         result = await super().finish_response(request, resp, start_time)
         if request.version < HttpVersion11 and resp.content_length is None:
             resp.force_close()  # HTTP/1.0 knows no chunks: only the connection's end ends the body
-        if self._is_half_closed and not self._messages:
-            resp.force_close()
-        self._method, self._head_bytes = None, 0
+        self._head_bytes = 0
         if self.transport is not None:
             self._server.idle.add(self)
         return result
@@ -316,7 +297,7 @@ class ConnectionServer(web.Server):
         """Makes the request whose head has come; its connection does not wait any more."""
         self.receiving.discard(protocol)
         self.idle.discard(protocol)
-        protocol.begin(message.method, payload)
+        protocol.body = payload
         return self._make(message, payload, protocol, writer, task)
 
 
