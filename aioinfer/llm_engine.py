@@ -16,6 +16,7 @@ from aioinfer.async_llm import AsyncLLM, RequestStream, StreamedOutput
 from aioinfer.background import BackgroundModel
 from aioinfer.config import Config
 from aioinfer.ipc.sections import F32
+from aioinfer.tasks import end_tasks
 
 
 class LLMEngine(BackgroundModel):
@@ -161,7 +162,4 @@ class LLMEngine(BackgroundModel):
             super().close()
 
     async def _end_followers(self) -> None:
-        followers = list(self._followers.values())
-        for follower in followers:
-            follower.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
+        await end_tasks(self._followers.values())

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -34,8 +34,8 @@ from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.tasks import together
 
-T = TypeVar("T")
 #: Prompts of a request that are submitted before other work of the event loop gets its turn.
 _SUBMITTED_AT_ONCE = 16
 
@@ -267,16 +267,3 @@ async def collect(outputs: Sequence[RequestOutput]) -> list[Delta]:
     """
     collected = await together([output.collect() for output in outputs])
     return [choice for group in collected for choice in group]
-
-
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently and returns their results. The first failure cancels the others
-    and is raised."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -33,6 +33,7 @@ from aioinfer.startup import (
     longest_phases,
     settle_process,
 )
+from aioinfer.tasks import end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -204,9 +205,7 @@ async def _first(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 def _ready_text(url: str, frontend: Frontend) -> str:

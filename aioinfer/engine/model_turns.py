@@ -28,6 +28,7 @@ from functools import partial
 
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import EngineDeadError, WorkerCallError
+from aioinfer.tasks import end_tasks
 
 #: Seconds after which a model that could not be put to sleep is asked again, at least.
 _RETRY_S = 1.0
@@ -73,8 +74,7 @@ class ModelTurns:
     async def close(self) -> None:
         """Ends the turns; the models stay as they are."""
         if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+            await end_tasks([self.task])
 
     # ---------------------------------------------------------------- turns
 

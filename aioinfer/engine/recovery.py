@@ -40,6 +40,7 @@ from aioinfer.ipc.plan import StepResult
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Finish, Request, RequestStatus
+from aioinfer.tasks import end_tasks
 
 #: So many seconds of service make up for the restarts before them.
 STABLE_S = 600.0
@@ -224,8 +225,7 @@ class Recovery:
         """Cancels a restart that is under way."""
         self._end_outage()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks([self._task])
 
     def handle_loss(self, error: Exception) -> None:
         """Restarts the workers, or gives up: one of them died or hung, or the step loop failed and

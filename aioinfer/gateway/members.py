@@ -22,6 +22,7 @@ from aioinfer.cluster.reports import ReportReader
 from aioinfer.cluster.router import ClusterRouter
 from aioinfer.errors import no_answer
 from aioinfer.gateway.replica import Address
+from aioinfer.tasks import end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +68,7 @@ class Members:
 
     async def close(self) -> None:
         """Stops."""
-        tasks = [*self._followed.values(), *filter(None, [self._asking])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*self._followed.values(), *filter(None, [self._asking])])
 
     def targets(self) -> list[dict[str, Any]]:
         """Returns the replicas in the form of Prometheus' HTTP service discovery: where each shows

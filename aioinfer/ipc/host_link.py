@@ -27,6 +27,8 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
+from aioinfer.tasks import end_tasks
+
 #: Length of the payload, kind, number.
 _HEADER = struct.Struct("=IB3xq")
 _MAX_PAYLOAD = 1 << 28
@@ -277,10 +279,7 @@ class HostListener:
         try:
             await self._all_came.wait()
         finally:
-            accepting.cancel()
-            for handshake in self._handshakes:
-                handshake.cancel()
-            await asyncio.gather(accepting, *self._handshakes, return_exceptions=True)
+            await end_tasks([accepting, *self._handshakes])
             self._socket.close()
         found, self.connections = self.connections, {}
         return found

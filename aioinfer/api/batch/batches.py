@@ -57,6 +57,7 @@ from aioinfer.batch_file import (
     to_lines,
 )
 from aioinfer.errors import EngineDeadError, RequestError
+from aioinfer.tasks import end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -103,10 +104,7 @@ class Batches:
 
     async def stop(self, app: web.Application) -> None:
         """Ends all work. Batches that have not ended go on at the next start."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._tasks.values())
 
     async def create(self, asked: CreateBatch, owner: str) -> BatchObject:
         """Makes a batch and begins it. Raises `RequestError`."""
@@ -387,9 +385,7 @@ async def run_batch(
             await asyncio.wait([pending[0]])
             yield _take_ready(pending)
     finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await end_tasks(pending)
 
 
 def _take_ready(pending: deque[asyncio.Task[BatchResult]]) -> list[BatchResult]:

@@ -32,6 +32,7 @@ from aioinfer.api.errors import error_body, raw_response
 from aioinfer.api.http.connections import Connection, ConnectionServer
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.tasks import end_tasks
 
 #: Connections that may wait to be accepted: clients that arrive together must not be rejected.
 _BACKLOG = 1024
@@ -121,9 +122,7 @@ class Listener:
     async def close(self) -> None:
         """Stops listening and drops the connections that are being set up or rejected."""
         await self.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     # ---------------------------------------------------------------- connections
 

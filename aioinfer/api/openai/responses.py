@@ -61,6 +61,7 @@ from aioinfer.api.openai.responses_body import (
 from aioinfer.engine.chat_turn import are_whole, encode_turn, new_call_id, num_thought_tokens
 from aioinfer.errors import FieldError, OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
+from aioinfer.tasks import end_tasks
 from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
@@ -394,10 +395,7 @@ def add_responses(app: web.Application) -> None:
     app[RUNNING] = {}
 
     async def stop(app: web.Application) -> None:
-        tasks = [response.task for response in app[RUNNING].values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(response.task for response in app[RUNNING].values())
 
     app.on_shutdown.append(stop)
 
