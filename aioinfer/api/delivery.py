@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -36,6 +36,7 @@ from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.tasks import together
 
+D = TypeVar("D", bound=Dialect[Any])
 #: Prompts of a request that are submitted before other work of the event loop gets its turn.
 _SUBMITTED_AT_ONCE = 16
 
@@ -48,11 +49,7 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
     body = await read_body(request, kind.body_type)
     if kind.generates:
         frontend_of(request).check_generates()
-    if kind.text_field is not None:
-        frontend_of(request).require_tokenizer(kind.text_field)
-    admit(request, body.timeout_s, body.num_prompts)
-    dialect = kind(request, body)
-    with renamed(dialect.field_names):
+    with _admitted(request, kind, body) as dialect:
         generation = await dialect.decode()
         if isinstance(generation, web.StreamResponse):
             return generation
@@ -62,12 +59,20 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
 async def count_prompt(request: web.Request, kind: type[TextDialect[Any]], body: Any) -> int:
     """Returns the number of tokens of the prompt of a conversation, for which nothing is generated.
     Raises what `admit` and `TextDialect.prompt` do."""
+    with _admitted(request, kind, body) as dialect:
+        return len(await dialect.prompt(body.tool_use()))
+
+
+@contextmanager
+def _admitted(request: web.Request, kind: type[D], body: Any) -> Iterator[D]:
+    """Admits a request, and yields the dialect that answers it: errors in the block name the fields
+    of its body. Raises what `admit` does."""
     if kind.text_field is not None:
         frontend_of(request).require_tokenizer(kind.text_field)
-    admit(request, body.timeout_s)
+    admit(request, body.timeout_s, body.num_prompts)
     dialect = kind(request, body)
     with renamed(dialect.field_names):
-        return len(await dialect.prompt(body.tool_use()))
+        yield dialect
 
 
 async def deliver(
@@ -242,9 +247,7 @@ async def stream(
         ]
         for number, output in enumerate(outputs)
     ]
-    response = EventStream(request, outputs, dialect.content_type)
-    await response.prepare(request)
-    try:
+    async with EventStream(request, outputs, dialect.failure, dialect.content_type) as response:
         await together(
             [
                 _send(request, response, dialect, output, group, number * len(group))
@@ -253,10 +256,6 @@ async def stream(
         )
         if end := await dialect.end(outputs):
             await response.write(end)
-    except ConnectionError:  # the client is gone, which is not worth a line in the log
-        raise
-    except Exception as error:
-        await response.write_failure(error, dialect.failure(error))
     return response
 
 

@@ -184,21 +184,17 @@ class Message(Struct, kw_only=True):
         whose older name it is: templates do not know them, and some drop roles that they do not
         know. Arguments of tool calls are objects, as transformers requires in messages.
         """
-        message = {
-            "role": _TEMPLATE_ROLES.get(self.role, self.role),
-            "content": shown_content(self.content, f"{where}.content") or self.refusal or "",
-        }
-        fields = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-            "tool_calls": [
+        return template_message(
+            _TEMPLATE_ROLES.get(self.role, self.role),
+            shown_content(self.content, f"{where}.content") or self.refusal or "",
+            [
                 template_call(call.function.name, call.function.arguments, call.id, call.type)
                 for call in self._calls
-            ]
-            or None,
-        }
-        return message | {name: value for name, value in fields.items() if value is not None}
+            ],
+            name=self.name,
+            tool_call_id=self.tool_call_id,
+            reasoning_content=self.reasoning_content or self.reasoning,
+        )
 
 
 #: A message's content for a chat template: a text, or parts as `engine.pictures` reads them.
@@ -228,6 +224,15 @@ def shown_content(
         return content
     parts = enumerate(content or ())
     return template_content(part.shown(f"{place}[{index}]") for index, part in parts)
+
+
+def template_message(
+    role: str, content: TemplateContent, calls: Sequence[dict[str, Any]], **fields: Any
+) -> dict[str, Any]:
+    """Returns a message as chat templates read it, with its calls if it has any, and the fields
+    that are not None."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"role": role, "content": content, **given} | ({"tool_calls": calls} if calls else {})
 
 
 def template_call(

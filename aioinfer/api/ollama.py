@@ -21,7 +21,13 @@ from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import ScoredToken
-from aioinfer.api.messages import TemplateContent, converted, template_call, template_content
+from aioinfer.api.messages import (
+    TemplateContent,
+    converted,
+    template_call,
+    template_content,
+    template_message,
+)
 from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
 from aioinfer.api.protocol import (
     GenerationBody,
@@ -102,19 +108,17 @@ class OllamaMessage(Struct, kw_only=True):
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Returns the message as chat templates read it; `where` is its place in the body."""
-        fields = {
-            "name": self.tool_name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.thinking,
-            "tool_calls": [
+        return template_message(
+            self.role,
+            _with_pictures(self.content or "", self.images, where),
+            [
                 template_call(call.function.name, call.function.arguments, call.id or "")
                 for call in self.tool_calls or ()
-            ]
-            or None,
-        }
-        given = {name: value for name, value in fields.items() if value is not None}
-        content = _with_pictures(self.content or "", self.images, where)
-        return {"role": self.role, "content": content, **given}
+            ],
+            name=self.tool_name,
+            tool_call_id=self.tool_call_id,
+            reasoning_content=self.thinking,
+        )
 
 
 def _with_pictures(text: str, images: Sequence[str] | None, where: str) -> TemplateContent:

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from aiohttp import BodyPartReader, web
@@ -344,10 +345,9 @@ class Transcript:
 
     async def _stream(self, outputs: Sequence[RequestOutput]) -> web.StreamResponse:
         """Sends the texts of all parts, in their order, as they come."""
-        response = EventStream(self._request, outputs)
-        await response.prepare(self._request)
-        try:
-            texts: list[str] = []
+        failure = partial(error_event, path=self._request.path)
+        texts: list[str] = []
+        async with EventStream(self._request, outputs, failure) as response:
             async for delta in _in_order(outputs):
                 text = _TIMESTAMP.sub("", delta.text)
                 text = text if texts else text.lstrip()
@@ -356,10 +356,6 @@ class Transcript:
                     await response.write(data_event(TranscriptDelta(delta=text)))
             done = TranscriptDone(text="".join(texts), usage=self._usage)
             await response.write(data_event(done))
-        except ConnectionError:  # the client is gone
-            raise
-        except Exception as error:
-            await response.write_failure(error, error_event(error, self._request.path))
         return response
 
     # ---------------------------------------------------------------- in one piece
