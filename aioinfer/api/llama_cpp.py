@@ -42,7 +42,6 @@ from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import (
     MAX_LOGIT_BIAS_VALUE,
     MAX_SORTED_LOGPROBS,
-    GrammarSpec,
     SamplingParams,
 )
 from aioinfer.text.message_parser import ToolUse
@@ -74,8 +73,6 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
     repeat_last_n: protocol.Int32 | None = None
     logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
     n_probs: Annotated[int, Meta(ge=0, le=MAX_SORTED_LOGPROBS)] | None = None
-    grammar: str | None = None
-    json_schema: msgspec.Raw = protocol.NOT_GIVEN
     return_tokens: bool | None = None
 
     def check(self) -> None:
@@ -93,13 +90,6 @@ class LlamaCompletion(protocol.CommonSampling, kw_only=True):
     def max_length(self) -> int | None:
         """The length of the output in tokens; None for as much as fits."""
         return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
-
-    def grammars(self) -> list[GrammarSpec]:
-        """See `GenerationBody.grammars`."""
-        found = [GrammarSpec("lark", self.grammar)] if self.grammar else []
-        if protocol.is_given(self.json_schema):
-            found.append(protocol.json_grammar("json_schema", self.json_schema, "json_schema"))
-        return found
 
     def sampling_fields(self) -> dict[str, Any]:
         """See `Parameters.sampling_fields`; without `logit_bias`, whose texts have to be

@@ -307,19 +307,14 @@ class IgnoredFields(GenerationBody, kw_only=True):
 
     # OpenAI
     metadata: Ignored = None
-    prompt_cache_options: Ignored = None
     safety_identifier: Ignored = None
     service_tier: Ignored = None
     store: Ignored = None
     user: Ignored = None
-    # vLLM
-    request_id: Ignored = None
-    spaces_between_special_tokens: Ignored = None
-    # llama.cpp and SGLang
+    # llama.cpp
     cache_prompt: Ignored = None
     id_slot: Ignored = None
     return_progress: Ignored = None
-    rid: Ignored = None
     timings_per_token: Ignored = None
 
 
@@ -339,6 +334,14 @@ class CommonSampling(IgnoredFields, kw_only=True):
     frequency_penalty: float | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
+    grammar: str | None = None
+    json_schema: Raw = NOT_GIVEN
+
+    def grammars(self) -> list[GrammarSpec]:
+        found = [GrammarSpec("lark", self.grammar)] if self.grammar else []
+        if is_given(self.json_schema):
+            found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
+        return found
 
     def retain_s(self) -> float:
         """See `GenerationBody.retain_s`."""
@@ -368,7 +371,7 @@ class SamplingFields(CommonSampling, kw_only=True):
 
     def grammars(self) -> list[GrammarSpec]:
         outputs = self.structured_outputs
-        return [] if outputs is None else outputs.to_grammars()
+        return ([] if outputs is None else outputs.to_grammars()) + super().grammars()
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -379,8 +382,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     n_predict: Int32 | None = None
     prompt_logprobs: Int32 | None = None
     response_format: ResponseFormat | None = None
-    grammar: str | None = None
-    json_schema: Raw = NOT_GIVEN
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
@@ -417,10 +418,6 @@ class SamplingBody(SamplingFields, kw_only=True):
         format, found = self.response_format, super().grammars()
         if format is not None and (spec := format.to_grammar()) is not None:
             found.insert(0, spec)
-        if self.grammar is not None:
-            found.append(GrammarSpec("lark", self.grammar))
-        if is_given(self.json_schema):
-            found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
         return found
 
     def check_beam_search(self) -> None:

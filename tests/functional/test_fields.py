@@ -327,7 +327,9 @@ class TestTable:
             if field.encode_name not in supported_fields(kind):
                 continue
             wrong = [value for value in WRONG_TYPES if not _converts(value, field.type)]
-            if field.type is msgspec.Raw:  # a JSON schema
+            if field.type is msgspec.Raw:  # a JSON schema, which is read where text is generated
+                if path == "/v1/responses/input_tokens":
+                    continue
                 wrong = [0.5]
             if field.name == "options":  # of Ollama's, unknown ones are ignored
                 wrong = [value for value in wrong if not isinstance(value, dict)]
