@@ -522,9 +522,9 @@ class ServerConfig:
     )
     admin_key: str | None = key(
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
-        "`/sleep`, `/abort`, `/reset_prefix_cache`, `/experts`, `/v1/load_lora_adapter`), and "
-        "nothing else. Tables of the file of `api_keys` with `admin = true` open them, too; "
-        "without either they are answered 403.",
+        "`/sleep`, `/abort`, `/reset_prefix_cache`, `/experts/placement`, "
+        "`/v1/load_lora_adapter`), and nothing else. Tables of the file of `api_keys` with "
+        "`admin = true` open them, too; without either they are answered 403.",
         None,
         secret=True,
     )

@@ -135,7 +135,6 @@ _OF_ADMINS = (
     _post("/finish_weight_update", control.finish_update),
     _post("/collective_rpc", control.call_workers),
     _post("/reset_prefix_cache", control.reset_prefix_cache),
-    _get("/experts", control.show_experts),
     _get("/experts/placement", control.make_placement),
 )
 ADMIN_PATHS = frozenset(route.path for route in _OF_ADMINS)

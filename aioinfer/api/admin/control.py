@@ -1,7 +1,6 @@
 """Endpoints behind an admin key: what acts on the whole server (`POST /pause`, `/resume`, `/sleep`,
-`/wake_up`, `/abort` and `/reset_prefix_cache`), and the load of a mixture's experts (`GET
-/experts`, and `GET /experts/placement`, which makes a file for `parallel.expert_parallel` of
-it).
+`/wake_up`, `/abort` and `/reset_prefix_cache`), and `GET /experts/placement`, which makes a file
+for `parallel.expert_parallel` of the load of a mixture's experts.
 
 `limits` checks the key before a handler sees the request.
 """
@@ -25,7 +24,7 @@ from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.model_control import Mode, ModelControl, Tag
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
+from aioinfer.features.expert_load.planning import ExpertLoad, Planning, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
 #: The name of weights. Responses have it as a header, where control characters are forbidden, also
@@ -175,28 +174,6 @@ class Sleeping(Struct, kw_only=True):
     """`GET /is_sleeping`."""
 
     is_sleeping: bool
-
-
-class ExpertLayer(Struct, kw_only=True):
-    """The tokens of a layer's experts, and of the ranks that have experts of their own."""
-
-    layer: int
-    imbalance: float
-    tokens: list[int]
-    rank_imbalance: float | UnsetType = UNSET
-    rank_tokens: list[int] | UnsetType = UNSET
-
-
-class ExpertEngine(Struct, kw_only=True):
-    """The layers of an engine's model that have experts."""
-
-    layers: list[ExpertLayer]
-
-
-class ExpertLoads(Struct, kw_only=True):
-    """The load of the experts of each engine."""
-
-    engines: list[ExpertEngine]
 
 
 class Placement(Struct, kw_only=True):
@@ -389,29 +366,6 @@ async def reset_prefix_cache(request: web.Request) -> Status:
 def expert_load(engine: Engine) -> ExpertLoad:
     """Returns the load of an engine's experts."""
     return engine.features.of(Planning).load
-
-
-async def show_experts(request: web.Request) -> ExpertLoads:
-    """Returns, of each engine and layer, the tokens that each expert was given since the start, the
-    busiest expert's over the mean, and, where ranks have experts of their own, the same of ranks.
-
-    Tokens of the last second may be missing. A model without experts has no layers.
-    """
-    loads = [expert_load(engine) for engine in frontend_of(request).engines]
-    return ExpertLoads(engines=[ExpertEngine(layers=_layers(load)) for load in loads])
-
-
-def _layers(load: ExpertLoad) -> list[ExpertLayer]:
-    experts, ranks = load.by_expert(load.totals), load.by_rank(load.totals)
-    uneven, uneven_ranks = imbalance(experts).tolist(), imbalance(ranks).tolist()
-    found: list[ExpertLayer] = []
-    for row, number in enumerate(load.layers):
-        layer = ExpertLayer(layer=number, imbalance=uneven[row], tokens=experts[row].tolist())
-        if ranks.shape[1]:
-            layer.rank_imbalance = uneven_ranks[row]
-            layer.rank_tokens = ranks[row].tolist()
-        found.append(layer)
-    return found
 
 
 async def make_placement(request: web.Request, query: PlacementQuery) -> Placement:

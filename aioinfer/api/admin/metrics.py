@@ -198,8 +198,7 @@ _OF_ENGINES = (
         "Time in which the masks of a step with constrained rows were filled."),
 )
 
-#: The same, of models that have experts: a series for each layer and rank, not for each expert,
-#: which `GET /experts` lists.
+#: The same, of models that have experts: a series for each layer and rank, not for each expert.
 _OF_EXPERTS = (
     Row("aioinfer:expert_tokens", _COUNTER, _of_experts(lambda load: int(load.totals.sum())),
         "Tokens that experts were given: each as often as it has experts, in all layers."),

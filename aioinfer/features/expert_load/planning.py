@@ -1,8 +1,8 @@
 """The load of a model's experts, in tokens by layer and place as the workers report them, and the
 placement of experts that balances it.
 
-`/metrics`, the page and `GET /experts` read it. A report comes every second at most and takes some
-50 us here.
+`/metrics`, the page and `GET /experts/placement` read it. A report comes every second at most and
+takes some 50 us here.
 
 `place_experts` places experts on ranks by the tokens that they were given, the busiest in several
 copies. The method comes from DeepSeek-AI's load balancer for expert parallelism (EPLB, 2025, its
