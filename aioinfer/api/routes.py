@@ -34,7 +34,12 @@ from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.http import limits
 from aioinfer.api.openai import audio, chat, completions, pooling, responses, scoring, tokenization
-from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
+from aioinfer.api.openai.audio import (
+    TranscriptDelta,
+    TranscriptDone,
+    Transcription,
+    TranscriptionForm,
+)
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.errors import RequestError
 from aioinfer.features import load_halves
@@ -114,6 +119,11 @@ def _of_feature(endpoint: Endpoint) -> Route:
 
 
 _SSE = "text/event-stream"
+_OF_AUDIO: Any = {
+    "form": TranscriptionForm,
+    "stream": _SSE,
+    "events": (TranscriptDelta, TranscriptDone),
+}
 _OF_RESPONSES: Any = {"stream": _SSE, "events": responses.ResponseDialect.event_types}
 
 #: What acts on the whole server, for holders of an admin key.
@@ -170,15 +180,8 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/batches", BATCHES.list, query=BATCHES.query),
     _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    _post(
-        "/v1/audio/transcriptions",
-        audio.transcribe,
-        form=TranscriptionForm,
-        reply=Transcription,
-        stream=_SSE,
-        events=(audio.TranscriptDelta, audio.TranscriptDone),
-    ),
-    _post("/v1/audio/translations", audio.translate, form=TranslationForm, reply=Transcription),
+    _post("/v1/audio/transcriptions", audio.transcribe, Transcription, **_OF_AUDIO),
+    _post("/v1/audio/translations", audio.translate, Transcription, **_OF_AUDIO),
     # Anthropic
     _dialect("/v1/messages", anthropic.AnthropicDialect),
     _post("/v1/messages/count_tokens", anthropic.count_tokens),

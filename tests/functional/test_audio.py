@@ -106,10 +106,11 @@ def expected_text(model: Any) -> str:
     return decoded.strip()
 
 
-async def test_the_events_of_a_stream_are_declared(hearing: Served) -> None:
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+async def test_the_events_of_a_stream_are_declared(hearing: Served, path: str) -> None:
     form = aiohttp.FormData({"language": "en", "stream": "true"})
     form.add_field("file", FILE[1], filename=FILE[0], content_type=FILE[2])
-    async with hearing.http.post("/v1/audio/transcriptions", data=form) as response:
+    async with hearing.http.post(path, data=form) as response:
         found = await read(response, await declared_by(hearing))
     assert kinds(found) == {"transcript.text.delta", "transcript.text.done"}
 

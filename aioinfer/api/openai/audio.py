@@ -13,7 +13,7 @@ import zlib
 from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from aiohttp import BodyPartReader, web
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -23,6 +23,7 @@ from aioinfer.api.context import (
     MODELS,
     RATE_LIMITER,
     REQUEST_BODIES,
+    HeldBody,
     chunks_of,
     frontend_of,
     note_body,
@@ -56,26 +57,21 @@ _WITH_TIMES = ("verbose_json", "srt", "vtt")
 _MIN_LOGPROB, _MAX_COMPRESSION, _MAX_NO_SPEECH = -1.0, 2.4, 0.6
 
 
-class TranslationForm(Body, kw_only=True):
-    """The fields of `/v1/audio/translations`, beside `file`."""
+class TranscriptionForm(Body, kw_only=True):
+    """The fields of `/v1/audio/transcriptions` and `translations`, beside `file`."""
 
+    language: str | None = None
     prompt: str = ""
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stream: bool = False
+    timestamp_granularities: list[Literal["segment", "word"]] = field(default_factory=list)
+    chunking_strategy: str | None = None
 
     @property
     def has_times(self) -> bool:
         """Whether the reply has the times of pieces of the text."""
         return self.response_format in _WITH_TIMES
-
-
-class TranscriptionForm(TranslationForm, kw_only=True):
-    """The fields of `/v1/audio/transcriptions`, beside `file`."""
-
-    language: str | None = None
-    stream: bool = False
-    timestamp_granularities: list[Literal["segment", "word"]] = field(default_factory=list)
-    chunking_strategy: str | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
@@ -150,22 +146,20 @@ class VerboseTranscription(Struct, kw_only=True):
 
 async def transcribe(request: web.Request) -> web.StreamResponse:
     """Writes down what is said in a file."""
-    return await _answer(request, TranscriptionForm, "transcribe")
+    return await _answer(request, "transcribe")
 
 
 async def translate(request: web.Request) -> web.StreamResponse:
     """Writes down in English what is said in a file in another language."""
-    return await _answer(request, TranslationForm, "translate")
+    return await _answer(request, "translate")
 
 
-async def _answer(
-    request: web.Request, kind: type[TranslationForm], task: str
-) -> web.StreamResponse:
+async def _answer(request: web.Request, task: str) -> web.StreamResponse:
     """Answers a form. Raises what `read_body`, `admit`, `submitted` and `collect` do."""
     if all("audio" not in each.input_modalities for each in request.app[MODELS]):
         frontend_of(request).require_transcriber()  # refuses before anything is received
     with request.app[REQUEST_BODIES].hold() as held:
-        form, data = await _receive(request, kind, held)
+        form, data = await _receive(request, held)
         transcriber = frontend_of(request).require_transcriber()
         admit(request, None)
         recording = await transcriber.read(data, "file")
@@ -175,9 +169,7 @@ async def _answer(
         return await transcript.answer()
 
 
-async def _receive(
-    request: web.Request, kind: type[TranslationForm], held: Any
-) -> tuple[TranslationForm, bytes]:
+async def _receive(request: web.Request, held: HeldBody) -> tuple[TranscriptionForm, bytes]:
     """Returns the fields of a form, and its file. Raises `RequestError`."""
     await request.app[RATE_LIMITER].enter()
     limit = max(each.config.media.max_bytes for each in request.app[MODELS])
@@ -186,7 +178,7 @@ async def _receive(
         async for chunk in chunks_of(part):
             held.add(chunk, limit)
 
-    form = await receive_form(request, kind, take)
+    form = await receive_form(request, TranscriptionForm, take)
     form.check()
     note_body(request, form)
     return form, await asyncio.to_thread(b"".join, held.take())
@@ -202,17 +194,17 @@ class Transcript:
     def __init__(
         self,
         request: web.Request,
-        form: TranslationForm,
+        form: TranscriptionForm,
         task: str,
         transcriber: Transcriber,
         recording: Recording,
     ):
         self._request, self._form, self._task = request, form, task
         self._transcriber, self._recording = transcriber, recording
-        given = form.language if isinstance(form, TranscriptionForm) else None
+        given = form.language
         self.language = None if given is None else transcriber.language_of(given)
         self._params = transcriber.params(
-            form.temperature, has_times=form.has_times, logprobs=not self._streams
+            form.temperature, has_times=form.has_times, logprobs=not form.stream
         )
         #: of parts whose text is doubtful: the probability of no speech
         self._no_speech: dict[int, float] = {}
@@ -227,7 +219,7 @@ class Transcript:
             max_len=frontend_of(self._request).max_model_len,
         )  # fmt: skip
         async with submitted(self._request, self._generation(prompts, self._params)) as outputs:
-            if self._streams:
+            if form.stream:
                 return await self._stream(outputs)
             deltas = await collect(outputs)
         if form.has_times:
@@ -239,9 +231,7 @@ class Transcript:
     @property
     def _granularities(self) -> Sequence[str]:
         """Of what the reply in the format `verbose_json` has the times."""
-        form = self._form
-        given = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
-        return given or ["segment"]
+        return self._form.timestamp_granularities or ["segment"]
 
     async def _with_rests(self, deltas: list[Delta]) -> list[Delta]:
         """Returns the transcripts of all parts, after what they leave out has become further parts
@@ -327,11 +317,7 @@ class Transcript:
             return await collect(outputs)
 
     def _generation(self, prompts: Sequence[SourcePrompt], params: SamplingParams) -> Generation:
-        return Generation(f"audio-{request_id(self._request)}", prompts, params, self._streams)
-
-    @property
-    def _streams(self) -> bool:
-        return isinstance(self._form, TranscriptionForm) and self._form.stream
+        return Generation(f"audio-{request_id(self._request)}", prompts, params, self._form.stream)
 
     async def _detect(self) -> str:
         """Returns the language of the beginning. The encoder's output is kept for what follows."""
@@ -400,7 +386,7 @@ class Transcript:
                 TranscribedWord(word=each.text, start=round(each.start, 2), end=round(each.end, 2))
                 for part, (delta, own) in enumerate(zip(deltas, weights, strict=True))
                 for each in self._transcriber.words(
-                    self._recording, part, delta.token_ids, own, language
+                    self._recording, part, delta.token_ids, own, written
                 )
             ]
         return json_response(reply)
