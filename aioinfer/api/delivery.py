@@ -32,7 +32,7 @@ from aioinfer.api.generation import (
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
-from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.output import RequestOutput, collect
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.tasks import together
 
@@ -257,12 +257,3 @@ async def stream(
         if end := await dialect.end(outputs):
             await response.write(end)
     return response
-
-
-async def collect(outputs: Sequence[RequestOutput]) -> list[Delta]:
-    """Waits for all choices of all outputs, and returns them in order, all of each in one delta.
-
-    Raises `EngineDeadError`, `GenerationError`.
-    """
-    collected = await together([output.collect() for output in outputs])
-    return [choice for group in collected for choice in group]

@@ -30,6 +30,7 @@ from aioinfer.features.token_states.planning import PromptStates
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Finish, Request
+from aioinfer.tasks import together
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.stops import StopStrings
 
@@ -488,3 +489,12 @@ class OutputSequence:
             reason = None  # the model's own end token, as in vLLM
         self.output.push(self.index, text, token, logprob, finish.reason, reason)
         return finish
+
+
+async def collect(outputs: Sequence[RequestOutput]) -> list[Delta]:
+    """Waits for all choices of all outputs, and returns them in order, all of each in one delta.
+
+    Raises `EngineDeadError`, `GenerationError`.
+    """
+    collected = await together([output.collect() for output in outputs])
+    return [choice for group in collected for choice in group]

@@ -18,9 +18,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from aioinfer.api.openai import audio
 from aioinfer.cli.server_process import _ready_text
 from aioinfer.config import MediaConfig
+from aioinfer.engine import transcript
 from tests.functional.conftest import Served, serve
 from tests.functional.test_stream_events import declared_by, kinds, read
 from tests.source_models import (
@@ -160,7 +160,7 @@ async def test_where_nobody_speaks_is_no_text(
     assert found.segments
     for each in found.segments:
         assert each.no_speech_prob == pytest.approx(expected, rel=1e-3)
-    monkeypatch.setattr(audio, "_MAX_NO_SPEECH", expected / 2)
+    monkeypatch.setattr(transcript, "_MAX_NO_SPEECH", expected / 2)
     both = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
     silent = await create(**given, **both)
     assert (silent.text, silent.segments, silent.words) == ("", [], [])
