@@ -143,8 +143,9 @@ async def test_requests_over_kept_connections_are_answered_while_an_idle_server_
         draining = asyncio.ensure_future(server.drain())
         await asyncio.sleep(0.05)  # the request is on its way
         assert not draining.done()
-        async with kept.post("/v1/completions", json={}) as response:
+        async with kept.post("/api/chat", json={}) as response:
             assert response.status == 503
+            assert await response.json() == {"error": "the server is shutting down"}
             assert response.headers["Connection"] == "close"
             assert response.headers["Retry-After"] == "1"
         async with asyncio.timeout(0.5):  # no connection is left to wait for

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
 from aioinfer.api.server import create_app
 from aioinfer.cli import server_process
 from aioinfer.config import load_config
@@ -155,6 +156,10 @@ async def test_until_the_model_is_loaded_requests_are_answered_503(
             assert (response.status, response.content_type) == (200, "text/html")
         async with http.post("/v1/completions", json={"prompt": "x" * 100_000}) as response:
             assert response.status == 503
+        gateways = {STREAM_HEADER: "token"}
+        async with http.post("/v1/messages", json={}, headers=gateways) as response:
+            assert (await response.json())["error"]["type"] == "overloaded_error"
+            assert response.headers[ERROR_HEADER] == "not_ready"
         assert not loading.announced.is_set()
         await loading.end()
         for path in ("/health", "/health/ready", "/health/live", "/version"):

@@ -92,6 +92,13 @@ def gateway_token(key_file: str) -> str:
     return hmac.digest(read_key(key_file), b"gateway", "sha256").hex()
 
 
+def name_code(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Names the code of an error to a gateway, which sends on what was refused."""
+    code = response.get(ERROR_CODE)
+    if code is not None and STREAM_HEADER in request.headers and not response.prepared:
+        response.headers[ERROR_HEADER] = code
+
+
 class GatewayAccess:
     """Knows the requests of gateways by their token."""
 
@@ -116,8 +123,7 @@ class GatewayAccess:
         except Exception as error:  # `json_errors` comes behind
             return error_response(error, request.path)
         response = await handler(request)
-        if not response.prepared and (code := response.get(ERROR_CODE)) is not None:
-            response.headers[ERROR_HEADER] = code
+        name_code(request, response)
         return response
 
     async def _read(self, request: web.Request, given: str) -> None:

@@ -25,7 +25,7 @@ from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
 from aioinfer.api.batch.store import FILES, OBJECT_STORE, FileStore, ObjectStore
-from aioinfer.api.event_stream import GatewayAccess
+from aioinfer.api.event_stream import GatewayAccess, name_code
 from aioinfer.api.http import limits
 from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
@@ -140,7 +140,8 @@ class HttpServer:
             else:
                 raise NotReadyError(f"the server is starting{self._progress}")
         except RequestError as error:
-            response = errors.error_response(error)
+            response = errors.error_response(error, request.path)
+            name_code(request, response)
             if not isinstance(error, NotReadyError):
                 self._connections.refused.count(f"({error.code}) from {request.remote}")
         await mark_response(request, response)
@@ -185,7 +186,8 @@ class HttpServer:
         response: web.StreamResponse
         with self._handling:
             if self._draining and request.path != "/health/live":
-                response = errors.error_response(NotReadyError("the server is shutting down"))
+                error = NotReadyError("the server is shutting down")
+                response = errors.error_response(error, errors.local_path(request))
             else:
                 response = await handler(request)
             if self._draining:
