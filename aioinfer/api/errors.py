@@ -50,7 +50,7 @@ class ErrorDetail(Struct, kw_only=True):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str
 
 
 class ErrorReply(Struct, kw_only=True):
@@ -293,8 +293,7 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     status, body = describe(error)
     shown = error_shape(path).of(status, body)
     response = json_response(shown, status=status, headers=_headers(status, error))
-    if code := body.error.code:
-        response[ERROR_CODE] = code
+    response[ERROR_CODE] = body.error.code
     logged = error.logged if isinstance(error, errors.RequestError) else body.error.message
     response[ERROR_REASON] = shorten(logged)
     return response

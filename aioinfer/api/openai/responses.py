@@ -293,8 +293,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
         described = describe(error)[1].error
-        code = described.code or "server_error"
-        return self.response("failed", error=ResponseFault(code=code, message=described.message))
+        fault = ResponseFault(code=described.code, message=described.message)
+        return self.response("failed", error=fault)
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
