@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 
 #: The default of `scheduler.max_logprobs`, and as many of the likeliest tokens as kernels find.
 MAX_LOGPROBS = 20
@@ -408,6 +408,8 @@ class SamplingParams:
                 f"{self.logprobs}",
                 param="logprobs",
             )
+        if self.grammar is not None:
+            raise FieldError(self.grammar.param, "is not supported in a beam search")
         for name, neutral in _NEUTRAL_IN_BEAM_SEARCH:
             if getattr(self, name) != neutral:
                 raise RequestError(f"{name} is not supported in a beam search", param=name)
@@ -533,7 +535,7 @@ _NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, Any], ...] = (
     *FILTERS.items(), ("repetition_penalty", 1.0),
     ("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("stop", ()),
     ("logprob_token_ids", None),
-    ("grammar", None), ("allowed_token_ids", None), ("bad_words", ()), ("pooling", None),
+    ("allowed_token_ids", None), ("bad_words", ()), ("pooling", None),
     ("prompt_only", False), ("extra_args", {}),
 )  # fmt: skip
 

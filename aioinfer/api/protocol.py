@@ -410,8 +410,10 @@ class SamplingBody(SamplingFields, kw_only=True):
             self.check_no_output()
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "are not available in a stream")
-        if self.use_beam_search:
-            self.check_beam_search()
+        if self.use_beam_search and self.stream:
+            raise RequestError(
+                "a beam search cannot be streamed: its results are known at the end", param="stream"
+            )
         check_truncation(self.truncate_prompt_tokens)
 
     def grammars(self) -> list[GrammarSpec]:
@@ -419,20 +421,6 @@ class SamplingBody(SamplingFields, kw_only=True):
         if format is not None and (spec := format.to_grammar()) is not None:
             found.insert(0, spec)
         return found
-
-    def check_beam_search(self) -> None:
-        """Raises `RequestError` naming a field that does not go with a beam search.
-        `SamplingParams` does so for parameters of sampling."""
-        if self.stream:
-            raise RequestError(
-                "a beam search cannot be streamed: its results are known at the end", param="stream"
-            )
-        if self.max_tokens == 0:
-            raise FieldError("max_tokens", "must be at least 1 in a beam search")
-        if grammars := self.grammars():
-            raise FieldError(grammars[0].param, "is not supported in a beam search")
-        if self.vllm_xargs:
-            raise FieldError("vllm_xargs", "is not supported in a beam search")
 
     def beam_width(self) -> tuple[int, str]:
         """Returns how many beams a beam search has, and the field that says so."""

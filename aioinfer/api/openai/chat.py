@@ -89,12 +89,9 @@ class ChatRequest(SamplingBody, kw_only=True):
             if getattr(self, name) is not None and not self.logprobs:
                 raise FieldError(name, "needs logprobs to be true")
         self.tool_use()
-
-    def check_beam_search(self) -> None:
-        super().check_beam_search()
-        if self.thought_budget is not None:
+        if self.use_beam_search and self.thought_budget is not None:
             raise FieldError("thinking_token_budget", "is not supported in a beam search")
-        if self.tools and self.tool_choice != "none":
+        if self.use_beam_search and self.tools and self.tool_choice != "none":
             raise FieldError("tools", "are not supported in a beam search")
 
     @property

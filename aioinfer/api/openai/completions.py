@@ -83,9 +83,11 @@ class CompletionRequest(SamplingBody, kw_only=True):
             )
 
     def check_no_output(self) -> None:
-        if self.stream or not (self.echo or self.prompt_logprobs is not None):
+        shows_prompt = self.echo or self.prompt_logprobs is not None
+        if self.stream or self.use_beam_search or not shows_prompt:
             raise FieldError(
-                "max_tokens", "may be 0 only with echo or prompt_logprobs, and without stream"
+                "max_tokens",
+                "may be 0 only with echo or prompt_logprobs, and without stream or a beam search",
             )
 
     def sampling_fields(self) -> dict[str, Any]:
