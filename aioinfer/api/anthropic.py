@@ -15,17 +15,10 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import astuple
 
+from aioinfer.api import protocol
 from aioinfer.api.delivery import count_prompt
 from aioinfer.api.generation import MessageDialect, named_event
 from aioinfer.api.messages import converted, template_call, template_content
-from aioinfer.api.protocol import (
-    RETAIN_S,
-    Count,
-    GenerationBody,
-    Int32,
-    schema_grammar,
-    template_variables,
-)
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import Choice, make_use
@@ -50,7 +43,7 @@ class CacheControl(Struct, kw_only=True):
     @property
     def seconds(self) -> float:
         """The time in seconds."""
-        return 3600.0 if self.ttl == "1h" else RETAIN_S
+        return 3600.0 if self.ttl == "1h" else protocol.RETAIN_S
 
 
 class Source(Struct, kw_only=True):
@@ -178,7 +171,7 @@ class Thinking(Struct, kw_only=True, forbid_unknown_fields=True):
     thought. There are no summaries: what stands for one is the thought itself."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None
+    budget_tokens: protocol.Count | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -196,7 +189,7 @@ class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     effort: str | None = None
 
 
-class CountTokensRequest(GenerationBody, kw_only=True):
+class CountTokensRequest(protocol.GenerationBody, kw_only=True):
     """`POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
@@ -246,7 +239,9 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         if len(given) > 1:
             text = "and output_config.format are the same: give one of them"
             raise FieldError("output_format", text)
-        return [schema_grammar(format.schema, f"{place}.schema") for place, format in given]
+        return [
+            protocol.schema_grammar(format.schema, f"{place}.schema") for place, format in given
+        ]
 
     def conversation(self) -> Iterator[dict[str, Any]]:
         """Yields the messages as chat templates read them. Raises `RequestError` naming the
@@ -261,7 +256,7 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         effort = None if self.output_config is None else self.output_config.effort
         kwargs = self.chat_template_kwargs
-        return template_variables(kwargs, enable_thinking=thinks, reasoning_effort=effort)
+        return protocol.template_variables(kwargs, enable_thinking=thinks, reasoning_effort=effort)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -269,10 +264,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     sampling_names: ClassVar[Mapping[str, str]] = {"stop_sequences": "stop"}
 
-    max_tokens: Count
+    max_tokens: protocol.Count
     stop_sequences: list[str] | None = None
     temperature: float | None = None
-    top_k: Int32 | None = None
+    top_k: protocol.Int32 | None = None
     top_p: float | None = None
 
     @property
@@ -527,7 +522,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
         size, created, by_time = self.frontend.block_size, 0, None
         if size and any(self.body.cache_controls()):
             created = max(0, prompt_len // size * size - cached)
-            ttl = "1h" if self.body.retain_s() > RETAIN_S else "5m"
+            ttl = "1h" if self.body.retain_s() > protocol.RETAIN_S else "5m"
             by_time = CacheCreation(**{f"ephemeral_{ttl}_input_tokens": created})
         return MessageUsage(
             input_tokens=prompt_len - cached - created,

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from aioinfer.api import protocol
 from aioinfer.api.context import encode, iso_time
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
@@ -29,15 +30,6 @@ from aioinfer.api.messages import (
     template_message,
 )
 from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
-from aioinfer.api.protocol import (
-    GenerationBody,
-    Ignored,
-    Int32,
-    Int64,
-    Parameters,
-    schema_grammar,
-    template_variables,
-)
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import NO_TOOLS, read_tools
@@ -49,7 +41,7 @@ from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
 
-class Options(Parameters, kw_only=True, forbid_unknown_fields=True):
+class Options(protocol.Parameters, kw_only=True, forbid_unknown_fields=True):
     """The options that count for a model that is loaded; `fields` has the others. Unknown ones are
     ignored, as Ollama's server does, but those that are nearly one of these.
 
@@ -64,15 +56,15 @@ class Options(Parameters, kw_only=True, forbid_unknown_fields=True):
         "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
     }  # fmt: skip
 
-    num_predict: Int32 | None = None
+    num_predict: protocol.Int32 | None = None
     temperature: float | None = None
-    top_k: Int32 | None = None
+    top_k: protocol.Int32 | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: Int64 | None = None
+    seed: protocol.Int64 | None = None
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: Int32 | None = None
+    repeat_last_n: protocol.Int32 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -140,7 +132,7 @@ class Tagged:
             self.model = self.model.removesuffix(":latest")
 
 
-class OllamaBody(Tagged, GenerationBody, kw_only=True):
+class OllamaBody(Tagged, protocol.GenerationBody, kw_only=True):
     """Base class of the bodies of chats and generations. `truncate` and `shift` say what is to
     become of a conversation that is too long: that is an error here, or ends the answer.
     `top_logprobs` without `logprobs` asks for nothing. A `keep_alive` of 0 without a prompt has the
@@ -154,8 +146,8 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     keep_alive: str | float | None = None
-    shift: Ignored = None
-    truncate: Ignored = None
+    shift: protocol.Ignored = None
+    truncate: protocol.Ignored = None
 
     @property
     def unloads(self) -> bool:
@@ -180,7 +172,7 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
     def grammars(self) -> list[GrammarSpec]:
         """See `GenerationBody.grammars`."""
         if isinstance(self.format, dict):
-            return [schema_grammar(self.format, "format")]
+            return [protocol.schema_grammar(self.format, "format")]
         return [GrammarSpec("json_object", param="format")] if self.format else []
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -199,7 +191,7 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
         """Returns the variables of the chat template."""
         effort = self.think if isinstance(self.think, str) else None
         thinks = self.think if effort is None else True
-        return template_variables(None, enable_thinking=thinks, reasoning_effort=effort)
+        return protocol.template_variables(None, enable_thinking=thinks, reasoning_effort=effort)
 
 
 class OllamaChat(OllamaBody, kw_only=True):
@@ -245,7 +237,7 @@ class ShowRequest(Tagged, Body, kw_only=True):
     shown, whatever `verbose` says."""
 
     name: str | None = None
-    verbose: Ignored = None
+    verbose: protocol.Ignored = None
 
     def __post_init__(self) -> None:
         self.model = self.model or self.name
@@ -256,7 +248,7 @@ class OllamaEmbedRequest(Tagged, EmbeddingBody, kw_only=True):
     """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
     is false. `options` hold Ollama's settings of sampling and loading, which have no effect."""
 
-    options: Ignored = None
+    options: protocol.Ignored = None
     truncate: bool | None = None
 
     def __post_init__(self) -> None:

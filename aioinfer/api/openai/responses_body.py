@@ -10,18 +10,11 @@ import msgspec
 import orjson
 from msgspec import UNSET, Struct, UnsetType
 
+from aioinfer.api import protocol
 from aioinfer.api.batch.store import Metadata
 from aioinfer.api.logprobs import ScoredToken
 from aioinfer.api.messages import Item, Part, input_items, item_id
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
-from aioinfer.api.protocol import (
-    Count,
-    Int32,
-    Length,
-    SamplingFields,
-    schema_grammar,
-    template_variables,
-)
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
@@ -69,7 +62,7 @@ class TextFormat(Struct, kw_only=True):
             return GrammarSpec("json_object", param="text.format")
         if not isinstance(self.schema, dict):
             raise FieldError("text.format.schema", "is missing")
-        return schema_grammar(self.schema, "text.format.schema")
+        return protocol.schema_grammar(self.schema, "text.format.schema")
 
 
 class TextConfig(Struct, kw_only=True):
@@ -93,17 +86,17 @@ class ConversationId(Struct, kw_only=True):
     id: str
 
 
-class ResponseRequest(SamplingFields, kw_only=True):
+class ResponseRequest(protocol.SamplingFields, kw_only=True):
     """`POST /v1/responses`, and the same without generating for `/v1/responses/input_tokens`."""
 
-    sampling_names = SamplingFields.sampling_names | {
+    sampling_names = protocol.SamplingFields.sampling_names | {
         "max_output_tokens": "max_tokens", "top_logprobs": "logprobs",
     }  # fmt: skip
 
     input: str | list[Item] | None = None
     instructions: str | None = None
-    max_output_tokens: Count | None = None
-    top_logprobs: Int32 | None = None
+    max_output_tokens: protocol.Count | None = None
+    top_logprobs: protocol.Int32 | None = None
     include: list[Includable] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -174,14 +167,14 @@ class ResponseRequest(SamplingFields, kw_only=True):
         effort = self.reasoning.effort if self.reasoning is not None else None
         verbosity = self.text.verbosity if self.text is not None else None
         kwargs = self.chat_template_kwargs
-        return template_variables(kwargs, reasoning_effort=effort, verbosity=verbosity)
+        return protocol.template_variables(kwargs, reasoning_effort=effort, verbosity=verbosity)
 
 
 class ReplayQuery(Struct, kw_only=True):
     """The query of a stored response: whether its events are wanted, and behind which."""
 
     stream: bool = False
-    starting_after: Length | UnsetType = UNSET
+    starting_after: protocol.Length | UnsetType = UNSET
 
 
 class ResponseUsage(Struct, kw_only=True):
