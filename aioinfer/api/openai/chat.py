@@ -14,16 +14,7 @@ from msgspec.structs import replace
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import Message, TextPart, template_messages
-from aioinfer.api.openai.chunks import (
-    Choice,
-    Chunk,
-    ChunkChoice,
-    ChunkDialect,
-    ChunkWriter,
-    Envelope,
-    Usage,
-    usage,
-)
+from aioinfer.api.openai import chunks
 from aioinfer.api.prompts import cut, max_uncut
 from aioinfer.api.protocol import Count, Int32, SamplingBody, check_messages, template_options
 from aioinfer.engine.chat_turn import (
@@ -146,7 +137,7 @@ class ChatDelta(Struct, kw_only=True):
     tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
-class ChatChunkChoice(ChunkChoice, kw_only=True):
+class ChatChunkChoice(chunks.ChunkChoice, kw_only=True):
     """A choice in a chunk."""
 
     delta: ChatDelta
@@ -156,7 +147,7 @@ class ChatChunkChoice(ChunkChoice, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
 
 
-class ChatChunk(Chunk, kw_only=True):
+class ChatChunk(chunks.Chunk, kw_only=True):
     """An event of a chat's stream."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -174,25 +165,25 @@ class AssistantMessage(Struct, kw_only=True):
     tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
-class ChatChoice(Choice, kw_only=True):
+class ChatChoice(chunks.Choice, kw_only=True):
     """One answer."""
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Envelope, kw_only=True):
+class ChatCompletion(chunks.Envelope, kw_only=True):
     """The reply of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None
     choices: list[ChatChoice]
-    usage: Usage
+    usage: chunks.Usage
     prompt_logprobs: list[Any] | None
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatDialect(ChunkDialect[ChatRequest]):
+class ChatDialect(chunks.ChunkDialect[ChatRequest]):
     """Answers a conversation n times.
 
     Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
@@ -252,7 +243,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
             choices=[
                 await self._choice(output, index, delta) for index, delta in enumerate(choices)
             ],
-            usage=usage(outputs, num_tokens, self._count_thought),
+            usage=chunks.usage(outputs, num_tokens, self._count_thought),
             prompt_logprobs=await prompt_logprobs(self.names, output.prompt_scores, num_top),
             prompt_token_ids=self.turn.prompt if self.with_ids else UNSET,
         )
@@ -288,7 +279,7 @@ def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -
     return reason if is_cut else "tool_calls"
 
 
-class ChatWriter(ChunkWriter):
+class ChatWriter(chunks.ChunkWriter):
     """Writes a choice of a chat. Where its text goes through a parser, a token whose text is held
     back has no chunk."""
 
@@ -311,7 +302,7 @@ class ChatWriter(ChunkWriter):
         role = replace(self.empty, delta=ChatDelta(role="assistant", content=""))
         yield self.event(role, prompt_token_ids=prompt)
 
-    def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
+    def choices(self, delta: Delta) -> Iterator[chunks.ChunkChoice]:
         """See `ChunkWriter.choices`."""
         if not self._parses:
             yield from super().choices(delta)
@@ -327,7 +318,7 @@ class ChatWriter(ChunkWriter):
             reason = _finish_reason(reason, delta.stop_reason, "".join(self._arguments))
         yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
 
-    def shown(self, text: str) -> ChunkChoice:
+    def shown(self, text: str) -> chunks.ChunkChoice:
         """See `ChunkWriter.shown`."""
         return replace(self.empty, delta=ChatDelta(content=text))
 

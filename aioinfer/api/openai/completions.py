@@ -20,16 +20,7 @@ from aioinfer.api.logprobs import (
     formatted,
     prompt_logprobs,
 )
-from aioinfer.api.openai.chunks import (
-    Choice,
-    Chunk,
-    ChunkChoice,
-    ChunkDialect,
-    ChunkWriter,
-    Envelope,
-    Usage,
-    usage,
-)
+from aioinfer.api.openai import chunks
 from aioinfer.api.prompts import Prompt, Prompts, cut, encode_prompts, max_uncut
 from aioinfer.api.protocol import Int32, SamplingBody
 from aioinfer.engine.frontend import Frontend
@@ -101,7 +92,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
         return fields
 
 
-class CompletionChoice(Choice, kw_only=True):
+class CompletionChoice(chunks.Choice, kw_only=True):
     """One completion, with the ids of its prompt where they are asked for."""
 
     text: str
@@ -110,16 +101,16 @@ class CompletionChoice(Choice, kw_only=True):
     prompt_logprobs: list[Any] | None
 
 
-class Completion(Envelope, kw_only=True):
+class Completion(chunks.Envelope, kw_only=True):
     """The reply of `/v1/completions`."""
 
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: chunks.Usage
 
 
-class CompletionChunkChoice(ChunkChoice, kw_only=True):
+class CompletionChunkChoice(chunks.ChunkChoice, kw_only=True):
     """A choice in a chunk: more of its text. The first one may have the ids of the prompt."""
 
     text: str
@@ -130,7 +121,7 @@ class CompletionChunkChoice(ChunkChoice, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
 
 
-class CompletionChunk(Chunk, kw_only=True):
+class CompletionChunk(chunks.Chunk, kw_only=True):
     """An event of a completion's stream."""
 
     object: Literal["text_completion"] = "text_completion"
@@ -212,7 +203,7 @@ async def _text_of(frontend: Frontend, prompt: Prompt, ids: Sequence[int]) -> st
     return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, ids, False)
 
 
-class CompletionDialect(ChunkDialect[CompletionRequest]):
+class CompletionDialect(chunks.ChunkDialect[CompletionRequest]):
     """Completes each prompt n times."""
 
     body_type = CompletionRequest
@@ -286,7 +277,7 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
                 )
                 for index, delta in enumerate(best)
             ],
-            usage=usage(outputs, num_tokens),
+            usage=chunks.usage(outputs, num_tokens),
         )
 
     async def _logprobs(self, output: RequestOutput, delta: Delta) -> CompletionLogprobs | None:
@@ -300,7 +291,7 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         return await formatted(generated, partial(completion_logprobs, self.names, generated, 0))
 
 
-class CompletionWriter(ChunkWriter):
+class CompletionWriter(chunks.ChunkWriter):
     """Writes a choice that may begin with its prompt, and the log-probabilities of that, which are
     known with the first delta. A token whose text is held back has a chunk too, so that clients can
     count tokens."""
@@ -344,7 +335,7 @@ class CompletionWriter(ChunkWriter):
             found["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, ()
         return found
 
-    def shown(self, text: str) -> ChunkChoice:
+    def shown(self, text: str) -> chunks.ChunkChoice:
         """See `ChunkWriter.shown`."""
         return replace(self.empty, text=text)
 
