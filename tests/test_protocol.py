@@ -430,7 +430,7 @@ class TestTokenize:
         assert refused(b"{}", TokenizeRequest).param == "prompt"
         assert (
             refused(json.dumps({"prompt": "x", "messages": HELLO}).encode(), TokenizeRequest).param
-            == "prompt"
+            == "messages"
         )
 
     def test_tokens_are_ids(self) -> None:

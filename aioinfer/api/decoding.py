@@ -81,6 +81,15 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
         """Returns the values of the fields of these names that were given, and not as null."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    def check_one_of(self, *names: str) -> None:
+        """Raises `RequestError` unless exactly one of the fields of these names was given."""
+        given = list(self.given(*names))
+        if not given:
+            others = " or ".join(names[1:])
+            raise FieldError(names[0], f"or {others} must be given", "missing_required_parameter")
+        if len(given) > 1:
+            raise FieldError(given[1], f"and {given[0]} cannot be combined")
+
 
 B = TypeVar("B", bound=Body)
 

@@ -36,7 +36,7 @@ from aioinfer.api.prompts import MEDIA_MARKER, MediaPrompt, MediaPrompts, encode
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import (
@@ -134,8 +134,7 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
-        if (self.content is None) == (self.input is None):
-            raise RequestError("either content or input must be given", param="content")
+        self.check_one_of("content", "input")
         super().check()
 
     @property

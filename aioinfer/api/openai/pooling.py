@@ -61,16 +61,13 @@ class InputBody(PoolingBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.messages is not None and self.input is not None:
-            raise RequestError("input and messages cannot be combined", param="messages")
+        self.check_one_of("input", "messages")
         if self.messages is not None:
             if self.add_special_tokens:
                 raise FieldError(
                     "add_special_tokens", "goes with input: the chat template has its own"
                 )
             protocol.check_messages(self.messages)
-        elif self.input is None:
-            raise FieldError("input", "is missing", "missing_required_parameter")
 
     @property
     def prompt_field(self) -> str:

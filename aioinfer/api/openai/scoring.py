@@ -14,7 +14,7 @@ from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.openai.pooling import EmbeddingUsage, PooledReply, PoolingBody, PoolingDialect
 from aioinfer.engine.pooled_prompts import join_texts, max_kept
 from aioinfer.engine.served_model import cosine_similarity
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 from aioinfer.ipc.sections import F32
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
@@ -65,12 +65,8 @@ class ScoreRequest(ScoringBody, kw_only=True):
         """See `ScoringBody.sides`."""
         found: dict[str, list[str]] = {}
         for name, other in _SIDES:
-            given = self.given(name, other)
-            if not given:
-                raise FieldError(name, "is missing", "missing_required_parameter")
-            if len(given) > 1:
-                raise RequestError(f"{name} and {other} are the same side", param=other)
-            for field, texts in given.items():
+            self.check_one_of(name, other)
+            for field, texts in self.given(name, other).items():
                 found[field] = [texts] if isinstance(texts, str) else texts
         return found
 
@@ -97,8 +93,7 @@ class RerankRequest(ScoringBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if (self.documents is None) == (self.texts is None):
-            raise RequestError("either documents or texts must be given", param="documents")
+        self.check_one_of("documents", "texts")
         for name, goes_with in (("return_documents", "documents"), ("return_text", "texts")):
             if getattr(self, name) and getattr(self, goes_with) is None:
                 raise FieldError(name, f"goes with {goes_with}")

@@ -42,9 +42,7 @@ class TokenizeRequest(Body, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
-        given = [each for each in (self.prompt, self.messages, self.content) if each is not None]
-        if len(given) != 1:
-            raise RequestError("either prompt, messages or content must be given", param="prompt")
+        self.check_one_of("prompt", "messages", "content")
         if self.content is not None and self.parse_special is False:
             raise FieldError(
                 "parse_special",
