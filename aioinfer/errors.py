@@ -86,9 +86,10 @@ class RateLimitError(RequestError):
 
 
 class EngineDeadError(AioinferError):
-    """A worker died or hung, or the engine was closed: no request can be served any more."""
+    """A worker died or hung, or the engine was closed: no request can be served any more. A server
+    that is started in its place may take the request on after `retry_after_s` seconds."""
 
-    status, code = 503, "engine_dead"  # of the reply
+    status, code, retry_after_s = 503, "engine_dead", 10  # of the reply
 
 
 class WorkerCallError(AioinferError):

@@ -15,7 +15,8 @@ import uvloop
 
 from aioinfer.api.errors import describe, error_body, error_response, raw_response
 from aioinfer.api.http.connections import REASONS, HttpCounts
-from aioinfer.errors import NotReadyError, OverloadedError, RequestError
+from aioinfer.errors import EngineDeadError, NotReadyError, OverloadedError
+from aioinfer.gateway.relay import ReplicaLostError
 from aioinfer.process_log import LoopErrors
 
 
@@ -59,11 +60,17 @@ def test_a_full_disk_is_named() -> None:
     assert body.error.message == "the server cannot store it: No space left on device"
 
 
-@pytest.mark.parametrize("error", [OverloadedError("full"), NotReadyError("starting")])
-def test_what_may_be_tried_again_says_when(error: RequestError) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "seconds"),
+    [
+        (OverloadedError("full"), 503, "1"), (NotReadyError("starting"), 503, "1"),
+        (EngineDeadError("a worker died"), 503, "10"), (ReplicaLostError(), 502, "1"),
+    ],
+)  # fmt: skip
+def test_what_may_be_tried_again_says_when(error: Exception, status: int, seconds: str) -> None:
     response = error_response(error)
-    assert response.status == 503
-    assert response.headers["Retry-After"] == "1"
+    assert response.status == status
+    assert response.headers["Retry-After"] == seconds
 
 
 def test_a_raw_response_is_a_whole_one() -> None:

@@ -303,8 +303,8 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
     """Returns the headers that tell a client what to do about an error."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return {"Allow": error.headers["Allow"]}
-    if isinstance(error, errors.OverloadedError | errors.NotReadyError | errors.RateLimitError):
-        return {"Retry-After": str(error.retry_after_s)}
+    if (seconds := getattr(error, "retry_after_s", None)) is not None:
+        return {"Retry-After": str(seconds)}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 

@@ -56,7 +56,10 @@ _MARK = re.compile(rb"^:(.+)\n", re.MULTILINE)
 
 
 class ReplicaLostError(RequestError):
-    """The replica that a request was sent to is gone."""
+    """The replica that a request was sent to is gone; another may take the request on after
+    `retry_after_s` seconds."""
+
+    retry_after_s = 1
 
     def __init__(self) -> None:
         message = "the replica that served this request was lost; send the request again"

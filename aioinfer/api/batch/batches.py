@@ -41,7 +41,7 @@ from aioinfer.api.batch.store import (
 )
 from aioinfer.api.context import REQUEST_BODIES
 from aioinfer.api.decoding import Body
-from aioinfer.api.errors import PREFIX, shorten
+from aioinfer.api.errors import ERROR_CODE, PREFIX, shorten
 from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS, Account
 from aioinfer.api.http.logs import REQUEST_ID_HEADER
 from aioinfer.batch_file import (
@@ -329,9 +329,9 @@ class BatchServer:
                 assert isinstance(reply.body, bytes)
                 shown = BatchReply(status_code=reply.status, request_id=name, body=Raw(reply.body))
                 return BatchResult(id=name, custom_id=line.custom_id, response=shown)
-            if (retry := reply.headers.get("Retry-After")) is None:
+            if reply.get(ERROR_CODE) == EngineDeadError.code:
                 raise EngineDeadError("the server stopped before the batch was complete")
-            await asyncio.sleep(min(float(retry), _MAX_RETRY_S))
+            await asyncio.sleep(min(float(reply.headers["Retry-After"]), _MAX_RETRY_S))
 
     async def _post(self, line: BatchLine, request_id: str, account: Account) -> web.Response:
         """Returns the reply to a request, for the holder of an API key. Cancelling this call ends
