@@ -106,7 +106,7 @@ class Objects:
         kind: of the objects.
         store: returns a server's store of them; raises `RequestError` if it has none.
         deleted: the `object` of the reply to a deletion.
-        query: of lists; its fields beside those of a page select the objects.
+        query: of lists.
     """
 
     kind: Kind
@@ -120,18 +120,12 @@ class Objects:
         return self.store(request).find(owner_of(request), self.kind, id)
 
     async def list(self, request: web.Request) -> Page:
-        """Lists the objects of the API key; `limit`, `after`, `order`, and fields to select by."""
+        """Lists the objects of the API key; `limit`, `after`, `order`, and `purpose` of files."""
         query = read_query(request, self.query)
-        wanted = {
-            name: value
-            for name in set(self.query.__struct_fields__) - set(PageQuery.__struct_fields__)
-            if (value := getattr(query, name)) is not UNSET
-        }
-        found = [
-            record.body
-            for record in self.store(request).all_of(owner_of(request), self.kind)
-            if all(getattr(record.body, name) == value for name, value in wanted.items())
-        ]
+        records = self.store(request).all_of(owner_of(request), self.kind)
+        found = [record.body for record in records]
+        if isinstance(query, FilesQuery) and query.purpose is not UNSET:
+            found = [file for file in found if file.purpose == query.purpose]
         return page_of(found, query)
 
     async def get(self, request: web.Request) -> Any:
