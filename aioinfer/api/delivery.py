@@ -22,13 +22,7 @@ from aioinfer.api.admission import admission_of, admit, deadline_of, flow_of, sh
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
-from aioinfer.api.generation import (
-    ChoiceWriter,
-    Dialect,
-    Generation,
-    ProgressReader,
-    TextDialect,
-)
+from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader, TextDialect
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted

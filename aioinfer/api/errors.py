@@ -136,6 +136,7 @@ class OllamaError(Struct, kw_only=True):
         return cls(error=body.error.message)
 
 
+ERROR_SHAPES = ErrorReply, AnthropicError, LlamaError, OllamaError
 ErrorShape = type[ErrorReply] | type[AnthropicError] | type[LlamaError] | type[OllamaError]
 
 #: Anthropic's types of errors by HTTP status.

@@ -39,11 +39,7 @@ from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.errors import FieldError
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.ipc.sections import F32
-from aioinfer.sampling_params import (
-    MAX_LOGIT_BIAS_VALUE,
-    MAX_SORTED_LOGPROBS,
-    SamplingParams,
-)
+from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, MAX_SORTED_LOGPROBS, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
 #: Parameters that have llama.cpp's names here, too.

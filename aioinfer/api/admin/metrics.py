@@ -17,13 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from aiohttp import web
-from prometheus_client import generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import core, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -42,7 +36,8 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 #: measure.
 Value = float | Histogram | Mapping[str, float] | Mapping[str, Histogram] | None
 
-_COUNTER, _GAUGE, _HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+_COUNTER, _GAUGE = core.CounterMetricFamily, core.GaugeMetricFamily
+_HISTOGRAM = core.HistogramMetricFamily
 
 
 class Row(NamedTuple):
@@ -55,7 +50,7 @@ class Row(NamedTuple):
     """
 
     name: str
-    kind: Callable[..., Metric]
+    kind: Callable[..., core.Metric]
     read: Callable[[Any], Value]
     about: str
     label: str | None = None
@@ -307,7 +302,7 @@ async def show_metrics(request: web.Request) -> web.Response:
 
 def _measure(
     row: Row, labels: Sequence[str], sources: Iterable[tuple[tuple[str, ...], Any]]
-) -> Metric | None:
+) -> core.Metric | None:
     """Returns a metric with its values of now, or None where no source has any.
 
     Args:
@@ -334,10 +329,10 @@ def _measure(
 class _Only(Collector):
     """One metric as a collector, which is what prometheus-client can format as text."""
 
-    def __init__(self, metric: Metric):
+    def __init__(self, metric: core.Metric):
         self._metric = metric
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[core.Metric]:
         return (self._metric,)
 
 

@@ -21,16 +21,7 @@ from aiohttp import web
 
 from aioinfer import __version__
 from aioinfer.api.context import MODELS
-from aioinfer.api.errors import (
-    DONE,
-    PREFIX,
-    AnthropicError,
-    ErrorReply,
-    Handler,
-    LlamaError,
-    OllamaError,
-    error_shape,
-)
+from aioinfer.api.errors import DONE, ERROR_SHAPES, PREFIX, Handler, error_shape
 from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.http.limits import MONITORING_PATHS
 from aioinfer.api.protocol import NO_EFFECT_TEXT, AnyObject
@@ -124,8 +115,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 def describe(app: web.Application, routes: Sequence[Route]) -> dict[str, Any]:
     """Returns the OpenAPI document of an application that has these routes."""
     types = {t for r in routes for t in (r.body, r.reply, *r.events) if t is not None}
-    errors = {ErrorReply, AnthropicError, LlamaError, OllamaError}
-    ordered = sorted(types | errors, key=str)
+    ordered = sorted(types | set(ERROR_SHAPES), key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schema_of = dict(zip(ordered, schemas, strict=True))
     for schema in components.values():
