@@ -206,23 +206,27 @@ async def test_workers_that_are_lost_asleep_come_back_in_their_turn(
 
 
 @pytest.mark.usefixtures("restarts_at_once")
+@pytest.mark.parametrize("falls_asleep", [True, False])
 async def test_workers_that_are_lost_in_a_swap_are_reported_once(
-    folders: list[Path], alone: list[Tokens], caplog: pytest.LogCaptureFixture
+    folders: list[Path], alone: list[Tokens], caplog: pytest.LogCaptureFixture, falls_asleep: bool
 ) -> None:
-    """They are stopped, so that they are killed for certain before they sleep."""
+    """They are stopped, so that they are killed for certain before they sleep or wake up."""
     async with launched(folders[:2], executor="multiprocess") as models:
         first, second = models
-        asleep = worker_processes()[0]  # the last model has started first
-        (worker,) = [each for each in worker_processes() if each != asleep]
+        asleep, awake = worker_processes()  # the last model has started first
+        worker = awake if falls_asleep else asleep
         worker.suspend()
         waiting = asyncio.ensure_future(tokens_of(second))
-        await until(lambda: models.turns[0].is_swapping)
+        turns = models.turns[0]
+        await until(lambda: turns.is_swapping and turns.awake is (first, second)[not falls_asleep])
         worker.kill()
         assert await waiting == alone[1]
         said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-        lost, kept, serves = said
+        lost, *kept, serves = said
         assert "was killed by SIGKILL" in lost
-        assert kept == f"{first.config.name} makes way once its workers serve again"
+        assert (
+            kept == [f"{first.config.name} makes way once its workers serve again"][:falls_asleep]
+        )
         assert "the workers serve again" in serves
         assert await tokens_of(first) == alone[0]
 
