@@ -231,6 +231,27 @@ async def test_workers_that_are_lost_in_a_swap_are_reported_once(
         assert await tokens_of(first) == alone[0]
 
 
+@pytest.mark.usefixtures("restarts_at_once")
+async def test_an_engine_that_is_lost_while_its_model_wakes_up_takes_no_other_along(
+    folders: list[Path], alone: list[Tokens], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"parallel.data_parallel_size": 2}
+    async with launched(folders[:2], executor="multiprocess", **settings) as models:
+        second = models.find("m1")
+        assert second is not None
+        worker = worker_processes()[0]  # the last model has started first
+        worker.suspend()
+        waiting = asyncio.ensure_future(tokens_of(second))
+        await until(lambda: models.turns[0].is_swapping and models.awake == [second])
+        worker.kill()
+        assert await waiting == alone[1]
+        await until(lambda: all(each.state is EngineState.SERVING for each in second.engines))
+        lost, _ = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+        assert "was killed by SIGKILL" in lost
+        assert sorted(engine.metrics.restarts for engine in second.engines) == [0, 1]
+        assert await asyncio.gather(*map(tokens_of, models)) == alone[:2]
+
+
 @pytest.fixture
 def short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.01)

@@ -131,15 +131,18 @@ class ModelTurns:
             self.is_swapping = False
 
     async def _wake(self, frontend: Frontend) -> None:
-        """Wakes a model up; one that cannot wake up gets new workers, which are awake."""
-        try:
-            await frontend.control.wake_up()
-        except (WorkerCallError, EngineDeadError) as error:
-            loss = EngineDeadError(f"the model {frontend.config.name} cannot wake up: {error}")
-            for engine in frontend.engines:
-                engine.handle_loss(loss)
-            if frontend.is_healthy():  # else the server ends
+        """Wakes a model up; workers that cannot wake up are replaced by new ones, which are awake,
+        as those are that take the place of lost ones."""
+        while frontend.is_healthy():  # else the server ends
+            try:
                 await frontend.control.wake_up()
+                break
+            except EngineDeadError:
+                continue  # one engine fewer has workers to wake up
+            except WorkerCallError as error:
+                loss = EngineDeadError(f"the model {frontend.config.name} cannot wake up: {error}")
+                for engine in frontend.engines:
+                    engine.handle_loss(loss)
         self._turns[self._frontends.index(frontend)].set()
 
 
