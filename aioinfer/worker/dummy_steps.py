@@ -97,8 +97,8 @@ class DummySteps:
         runner, slots = self.runner, self.runner.slots
         rows = min(2, len(slots.tokens), self.fewest_blocks, self.max_tokens)
         prompt_len = self._short_prompt(rows)
-        greedy = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
-        admissions = [greedy, dummy_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
+        greedy = dummy_admission(1, prompt_len, SamplingParams(temperature=0))
+        admissions = [dummy_admission(0, prompt_len, EVERYTHING, banned=(1,)), greedy][:rows]
         lengths = [prompt_len] * rows
         for features in ((), self._features(lengths)):
             self.run(self._admit(lengths, admissions, features))
@@ -108,15 +108,15 @@ class DummySteps:
             self.block_size, slots.max_model_len
         ):
             for late in ([], runner.works.late_sections(2)):
-                self.run(self._lookahead_plan(rows - 1, prompt_len, late))
+                self.run(self._lookahead_plan(prompt_len, late))
         slots.reset()
         runner.device.kv.zero(rows)
 
-    def _lookahead_plan(self, slot: int, start: int, features: Sequence[Section]) -> StepPlan:
-        """Returns a plan in which a slot computes its token at `start` and a draft, with the
-        sections of features."""
+    def _lookahead_plan(self, start: int, features: Sequence[Section]) -> StepPlan:
+        """Returns a plan in which the first slot computes its token at `start` and a draft, with
+        the sections of features."""
         plan = dummy_plan([1, 1], start, self.block_size)
-        plan.slots[:] = slot
+        plan.slots[:] = 0
         plan.starts[1] += 1
         ones = np.ones(2, np.int32)
         rows = LookaheadRows(np.arange(2, dtype=np.int32), ones, self.block_size * ones)

@@ -124,7 +124,9 @@ class Sampler:
         flags_of_all = int(np.bitwise_or.reduce(flags, initial=0))
         if flags_of_all & ADJUSTED or adjust is not None:
             if not in_place or logits.dtype != torch.float32:
-                logits = logits.to(torch.float32, copy=True)
+                # with the strides of any number of rows, which kernels are compiled for
+                whole = torch.contiguous_format
+                logits = logits.to(torch.float32, copy=True, memory_format=whole)
             adjust_logits(logits, self._slots, rows, flags, self._vocabulary.start)
         if adjust is not None:
             _adjust_others(logits, late, adjust)

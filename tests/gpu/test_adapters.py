@@ -186,6 +186,7 @@ def test_nothing_is_compiled_while_serving(slots: int, tmp_path: Path) -> None:
     model = random_model(
         tmp_path / "model", family="qwen3", vocab_size=500, head_dim=64, hidden_size=128,
         intermediate_size=256, num_hidden_layers=2, tie_word_embeddings=False,
+        max_position_embeddings=1024,
     )  # fmt: skip
     adapters = write_adapters(tmp_path, model)
     rng = random.Random(0)
