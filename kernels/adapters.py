@@ -150,6 +150,8 @@ def _shrink_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()  # the product loads weights meanwhile, and waits for this kernel
     # what the sort has written can be read: the preceding kernel began when the sort had ended
     slot = tl.load(slots + tile)
     ranks = tl.load(widths + tl.maximum(slot, 0)) * modules
@@ -161,7 +163,8 @@ def _shrink_kernel(
     channel = split * INPUTS + tl.arange(0, INPUTS)
     there = channel < inputs
     part = tl.load(weight + channel[None, :], is_used[:, None] & there[None, :], 0.0)
-    wait_for_kernel(PDL)
+    if PDL:
+        gdc_wait()
     if slot < 0:
         return
     if block * RANKS >= ranks:
@@ -197,6 +200,8 @@ def _shrink_row_kernel(
     INPUTS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()  # see `_shrink_kernel`
     slot = tl.load(slots)
     rank = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rank < tl.load(widths + tl.maximum(slot, 0)) * modules
@@ -209,7 +214,6 @@ def _shrink_row_kernel(
         scale = tl.load(norm + k, k < INPUTS, 0.0)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     total = tl.zeros([ROWS], tl.float32)
     square = 0.0
     for first in tl.static_range(0, INPUTS, STEP):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -50,6 +51,9 @@ from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS, StepGraphs
 from aioinfer.worker.step_works import StepWorks, load_works
 from aioinfer.worker.warm_up import GpuWarmUp, run_kinds
+
+if TYPE_CHECKING:
+    from aioinfer.worker.library_kernels import LibraryKernels
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
@@ -156,7 +160,9 @@ class Worker(CalledWorker):
         self.graph_bytes = 0
         self.step_times: list[tuple[int, float, bool]] = []
         self._fewest_blocks = 1
-        self._graphs: StepGraphs | None = None  # on a GPU, once it has warmed up
+        # on a GPU, once it has warmed up
+        self._graphs: StepGraphs | None = None
+        self._library: LibraryKernels | None = None
         self._check: CacheCheck | None = None  # from `allocate` to `warm_up`
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
@@ -307,11 +313,13 @@ class Worker(CalledWorker):
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Captures a CUDA graph that `warm_up` has left, if there is one, while no step is being
-        prepared; returns whether there was. A rank that sleeps takes no memory for it."""
-        if self._graphs is None or (self.memory is not None and self.memory.asleep):
+        """Captures a CUDA graph that `warm_up` has left, or else loads kernels, while no step is
+        being prepared; returns whether anything was left. A rank that sleeps takes no memory for
+        it."""
+        graphs, library = self._graphs, self._library
+        if graphs is None or library is None or (self.memory is not None and self.memory.asleep):
             return False
-        return self._graphs.capture_next()
+        return graphs.capture_next() or library.load_next()
 
     # ---------------------------------------------------------------- parts of the start
 
@@ -331,6 +339,9 @@ class Worker(CalledWorker):
             torch.backends.cuda.preferred_blas_library("cublas")
         self._graphs = warm_up.device.graphs
         self.graph_bytes = self._graphs.nbytes
+        from aioinfer.worker.library_kernels import LibraryKernels
+
+        self._library = LibraryKernels.of(self.model, warm_up.device, self._backend)
 
     def _settle_cache(self, steps: DummySteps) -> None:
         """Measures the scales of a KV cache in float8 that has none, and ends the check of it."""
