@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,7 +28,7 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
 from tests.waiting import until
-from tests.worker_processes import worker_processes
+from tests.worker_processes import worker_pid
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=90, ignore_eos=True)
@@ -213,13 +215,12 @@ async def test_workers_that_are_lost_in_a_swap_are_reported_once(
     """They are stopped, so that they are killed for certain before they sleep or wake up."""
     async with launched(folders[:2], executor="multiprocess") as models:
         first, second = models
-        asleep, awake = worker_processes()  # the last model has started first
-        worker = awake if falls_asleep else asleep
-        worker.suspend()
+        worker = worker_pid((first if falls_asleep else second).engines[0])
+        os.kill(worker, signal.SIGSTOP)
         waiting = asyncio.ensure_future(tokens_of(second))
         turns = models.turns[0]
         await until(lambda: turns.is_swapping and turns.awake is (first, second)[not falls_asleep])
-        worker.kill()
+        os.kill(worker, signal.SIGKILL)
         assert await waiting == alone[1]
         said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
         lost, *kept, serves = said
@@ -239,16 +240,16 @@ async def test_an_engine_that_is_lost_while_its_model_wakes_up_takes_no_other_al
     async with launched(folders[:2], executor="multiprocess", **settings) as models:
         second = models.find("m1")
         assert second is not None
-        worker = worker_processes()[0]  # the last model has started first
-        worker.suspend()
+        worker = worker_pid(second.engines[0])
+        os.kill(worker, signal.SIGSTOP)
         waiting = asyncio.ensure_future(tokens_of(second))
         await until(lambda: models.turns[0].is_swapping and models.awake == [second])
-        worker.kill()
+        os.kill(worker, signal.SIGKILL)
         assert await waiting == alone[1]
         await until(lambda: all(each.state is EngineState.SERVING for each in second.engines))
         lost, _ = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
         assert "was killed by SIGKILL" in lost
-        assert sorted(engine.metrics.restarts for engine in second.engines) == [0, 1]
+        assert [engine.metrics.restarts for engine in second.engines] == [1, 0]
         assert await asyncio.gather(*map(tokens_of, models)) == alone[:2]
 
 

@@ -4,6 +4,8 @@ goes on once there are workers."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from aioinfer.scheduler.request import Request, RequestStatus
 from tests.executor_runs import tiny_llama
 from tests.functional.conftest import Served, serve
 from tests.waiting import until
-from tests.worker_processes import worker_processes
+from tests.worker_processes import worker_pid
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 IDS = {"prompt": [5, 9, 13], "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -123,7 +125,7 @@ async def take_over(served: Served, num_steps: int, victim: int) -> None:
     come_back = [hinder_starts(engine) for engine in engines]
     begun = sum(engine.scheduler.stats.steps for engine in engines)
     await until(lambda: sum(e.scheduler.stats.steps for e in engines) >= begun + num_steps)
-    await asyncio.to_thread(lambda: worker_processes()[victim].kill())
+    os.kill(worker_pid(engines[victim]), signal.SIGKILL)
     await until(lambda: any(engine.recovery.outage for engine in engines))
     for each in come_back:
         each()
