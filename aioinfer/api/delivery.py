@@ -21,7 +21,7 @@ from aiohttp import web
 from aioinfer.api.admission import admission_of, admit, deadline_of, flow_of, sharer
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
-from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
+from aioinfer.api.event_stream import EventStream, event_stream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader, TextDialect
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
@@ -241,7 +241,8 @@ async def stream(
         ]
         for number, output in enumerate(outputs)
     ]
-    async with EventStream(request, outputs, dialect.failure, dialect.content_type) as response:
+    response = EventStream(request, outputs, dialect.content_type)
+    async with event_stream(request, response, dialect.failure):
         await together(
             [
                 _send(request, response, dialect, output, group, number * len(group))

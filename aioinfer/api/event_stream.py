@@ -19,7 +19,8 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -160,20 +161,16 @@ def decode_handover(data: bytes) -> Handover:
 
 
 class EventStream(web.StreamResponse):
-    """A reply that is a stream of events, which are sent in the block of a context: a failure in it
-    ends the stream with events."""
+    """A reply that is a stream of events."""
 
     def __init__(
         self,
         request: web.Request,
         outputs: Sequence[RequestOutput],
-        failure: Callable[[Exception], bytes],
         content_type: str = STREAM_HEADERS["Content-Type"],
     ):
-        """`failure` returns the events of a failure. Raises `RequestError` if the request resumes a
-        stream and the reply cannot."""
+        """Raises `RequestError` if the request resumes a stream and the reply cannot."""
         super().__init__(headers=STREAM_HEADERS | {"Content-Type": content_type})
-        self._request, self._failure = request, failure
         can_resume = len(outputs) == 1 and outputs[0].can_resume
         state = stream_state(request)
         if state.known and not can_resume:
@@ -199,19 +196,28 @@ class EventStream(web.StreamResponse):
             events += b":%b\n" % orjson.dumps(fields)
         await self.write(events)
 
-    async def __aenter__(self) -> EventStream:
-        await self.prepare(self._request)
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    async def write_failure(self, error: Exception, events: bytes) -> None:
         """Sends the events of a failure. Where an engine is lost, and no other of this server has
         room, the connection ends instead: a gateway can go on with the stream elsewhere."""
-        if not isinstance(error, Exception) or isinstance(error, ConnectionError):
-            return False  # with the latter the client is gone, which is not worth a line in the log
         if self.is_marked and isinstance(error, EngineDeadError | OverloadedError | NotReadyError):
             raise ConnectionResetError("a gateway goes on with the stream")
-        await self.write(self._failure(error))
-        return True
+        await self.write(events)
+
+
+@asynccontextmanager
+async def event_stream(
+    request: web.Request, response: EventStream, failure: Callable[[Exception], bytes]
+) -> AsyncIterator[None]:
+    """Begins a reply, whose events are sent in the block; where something fails in it, `failure`
+    returns the last ones. (The reply must not refer to it: aiohttp keeps the reply, and with it
+    would go the prompt, until the next request of the connection.)"""
+    await response.prepare(request)
+    try:
+        yield
+    except ConnectionError:  # the client is gone, which is not worth a line in the log
+        raise
+    except Exception as error:
+        await response.write_failure(error, failure(error))
 
 
 def mark_frame(index: int, token: int, reason: str | None, stop_reason: int | str | None) -> bytes:

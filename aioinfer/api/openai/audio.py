@@ -31,7 +31,7 @@ from aioinfer.api.context import (
 from aioinfer.api.decoding import Body
 from aioinfer.api.delivery import submitted
 from aioinfer.api.errors import error_event, json_response
-from aioinfer.api.event_stream import EventStream
+from aioinfer.api.event_stream import EventStream, event_stream
 from aioinfer.api.generation import Generation, data_event
 from aioinfer.api.http.logs import request_id
 from aioinfer.engine.output import Delta, RequestOutput, collect
@@ -215,9 +215,8 @@ async def _stream(
     request: web.Request, transcript: Transcript, outputs: Sequence[RequestOutput]
 ) -> web.StreamResponse:
     """Sends the texts of all parts, in their order, as they come."""
-    failure = partial(error_event, path=request.path)
-    texts: list[str] = []
-    async with EventStream(request, outputs, failure) as response:
+    response, texts = EventStream(request, outputs), list[str]()
+    async with event_stream(request, response, partial(error_event, path=request.path)):
         async for delta in _in_order(outputs):
             text = _TIMESTAMP.sub("", delta.text)
             text = text if texts else text.lstrip()
