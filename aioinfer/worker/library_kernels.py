@@ -9,6 +9,7 @@ head of a step with prompts are launched one by one, for as many rows as the ste
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from aioinfer.layers.formats.base import epilogue_of
 from aioinfer.layers.formats.kernel_dense import CUBLAS, KernelDenseWeight
 from aioinfer.layers.kernel_choices import Operation, ProductChoices
 from aioinfer.worker.gpu_device import GpuDevice
+
+_log = logging.getLogger(__name__)
 
 #: cuBLAS has equal kernels for the numbers of rows between two multiples of this, nearly always.
 STRIDE = 8
@@ -84,10 +87,14 @@ class LibraryKernels:
         """Launches some of the products that cuBLAS computes, in no more memory than a step takes;
         returns whether there were any left."""
         end = time.perf_counter() + _TURN_S
-        for case in self._cases:
-            self._launch(case)
-            if time.perf_counter() > end:
-                return True
+        try:
+            for case in self._cases:
+                self._launch(case)
+                if time.perf_counter() > end:
+                    return True
+        except torch.OutOfMemoryError:  # of a GPU that others use, too
+            _log.info("kernels of cuBLAS are loaded by the steps that need them: no memory is left")
+            self._cases = iter(())
         return False
 
     def _launch(self, case: _Case) -> None:

@@ -64,3 +64,20 @@ def test_products_of_all_sizes_are_launched_where_cublas_computes_them(
     assert sorted(launched, key=str) == sorted(expected, key=str)
     assert turns >= len(expected) - 1
     assert not library.load_next()
+
+
+def test_without_memory_the_rest_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single(), has_kernels=True)
+    source = Source("weight", Shard.whole(OUT))
+    weight = KernelDenseWeight([source], Shard.whole(INPUTS), backend, torch.randn(OUT, INPUTS))
+    weight.multiply(torch.randn(30, INPUTS), Epilogue())
+    asked = []
+
+    def fail(*arguments: object) -> torch.Tensor:
+        asked.append(arguments)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(weight, "launch", fail)
+    library = LibraryKernels(backend, MAX_ROWS)
+    assert [library.load_next() for _ in range(3)] == [False] * 3
+    assert len(asked) == 1
