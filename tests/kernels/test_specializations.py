@@ -1,0 +1,214 @@
+"""Which variants of its kernels a server needs: those of random steps are among those of the
+warm-up, so that none is compiled while it serves.
+
+Triton compiles a kernel anew for each combination of constants, dtypes, pointers and integers that
+16 divides, and integers that are 1. In its interpreter nothing is compiled: the combinations are
+those that it would distinguish for a Hopper GPU. What depends on the GPU itself, as the choice of
+a product's kernel does, is not seen here; `tests/gpu/test_compilation.py` runs on one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from test_gpu_device import Graphs, ids, no_cuda  # noqa: F401  (a fixture of all tests)
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+
+from aioinfer.features.logprobs.sections import LogprobRows
+from aioinfer.ipc.lookahead import LookaheadRows
+from aioinfer.ipc.masks import ConstrainedRows
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
+from aioinfer.ipc.sections import Section
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.dummy_steps import DummySteps
+from aioinfer.worker.features import Rank
+from aioinfer.worker.gpu_device import GpuDevice
+from aioinfer.worker.graph_bodies import GraphBodies
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.runner import ModelRunner
+from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_works import StepWorks
+from tests.automata import pack
+from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
+from tests.tiny_models import tiny_model
+
+MAX_LEN, BLOCKS, MAX_TOKENS, MAX_LOOKAHEAD = 48, 3, 80, 5
+HOPPER = type(make_backend(GPUTarget("cuda", 90, 32)))
+FIELDS: list[dict[str, Any]] = [
+    {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5}, {"logit_bias": {4: 2.0}}, {"min_tokens": 3},
+]  # fmt: skip
+
+
+def variant_of(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Returns a text by which Triton would tell the launches of a kernel apart."""
+    signature = inspect.signature(kernel.fn)
+    named = {name: value for name, value in options.items() if name in signature.parameters}
+    bound = signature.bind(*arguments, **named)
+    bound.apply_defaults()
+    unspecialized = kernel.kwargs.get("do_not_specialize") or ()
+    unaligned = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
+    found = [kernel.fn.__name__, *(f"{key}={options[key]}" for key in options if key not in named)]
+    for name, value in bound.arguments.items():
+        if "constexpr" in str(signature.parameters[name].annotation):
+            found.append(f"{name}={value}")
+        else:
+            may = name not in unspecialized, name not in unaligned
+            found.append(f"{name}: {native_specialize_impl(HOPPER, value, False, *may)}")
+    return "\n    ".join(found)
+
+
+@contextmanager
+def recording() -> Iterator[set[str]]:
+    """Yields the variants of the kernels that are launched in the context."""
+    found, run = set[str](), InterpretedFunction.run
+
+    def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.add(variant_of(self, arguments, options))
+        run(self, *arguments, grid=grid, warmup=warmup, **options)
+
+    with patch.object(InterpretedFunction, "run", note):
+        yield found
+
+
+class Server:
+    """A runner of so many slots, each of which has its own KV blocks, and random requests."""
+
+    def __init__(self, folder: Path, num_slots: int, vocab_size: int):
+        self.num_slots, self.vocab_size = num_slots, vocab_size
+        bound = Bound(folder, kernels=True)
+        kv = KVTensors(bound.groups, [BLOCKS * num_slots], BLOCK_SIZE, torch.float32, CPU)
+        slots = Slots(num_slots, MAX_LEN, BLOCK_SIZE, vocab_size, CPU, 1, uses_kernels=True)
+        rows = num_slots + MAX_LOOKAHEAD
+        bound.model.bind(bound.groups, kv.tensors, BLOCK_SIZE, rows, MAX_TOKENS, programs=3)
+        works = StepWorks.load(Rank(bound.model, slots))
+        device = GpuDevice(bound.model, kv, slots, MAX_TOKENS, max_lookahead=MAX_LOOKAHEAD)
+        self.runner = ModelRunner(bound.model, device, works)
+        self.bodies = GraphBodies(self.runner, device)
+        device.graphs.decode = Graphs(self.bodies.launch_decode)  # type: ignore[assignment]
+        ahead = Graphs(self.bodies.launch_lookahead_decode)
+        device.graphs.lookahead = ahead  # type: ignore[assignment]
+        self._lengths: dict[int, int] = {}  # of the running requests, by slot
+        self._random = random.Random(num_slots)
+
+    def warm_up(self) -> None:
+        """Does what `GpuWarmUp.compile` does."""
+        blocks = BLOCKS * self.num_slots
+        steps = DummySteps(self.runner, 1, BLOCK_SIZE, self.vocab_size, blocks, MAX_TOKENS)
+        self.bodies.begin_warm_up()
+        longest = min(MAX_LEN - 8, MAX_TOKENS // self.num_slots)
+        steps.run(steps.largest_plan([longest] * self.num_slots))
+        self.runner.slots.reset()
+        steps.run_all()
+        self.bodies.warm_up()
+        self.runner.slots.reset()
+
+    def step(self) -> None:
+        """Computes a random step: decodes of some requests and prompts of new ones, or decodes of
+        some with a draft each, which end then."""
+        rng, lengths = self._random, self._lengths
+        for slot in [slot for slot in lengths if lengths[slot] > MAX_LEN - 4 or rng.random() < 0.1]:
+            del lengths[slot]
+        decoding = rng.sample(list(lengths), rng.randint(min(1, len(lengths)), len(lengths)))
+        if decoding and rng.random() < 0.4:
+            self._look_ahead(decoding[:MAX_LOOKAHEAD])
+            return
+        free = [slot for slot in range(self.num_slots) if slot not in lengths]
+        room = (MAX_TOKENS - len(decoding)) // self.num_slots
+        admitted = [
+            self._admission(slot, min(room, rng.choice([1, 2, 3, 8, 16, 17])))
+            for slot in free[: rng.randint(0, len(free)) or 1]
+        ]
+        new = [each.slot for each in admitted]
+        starts = [lengths[slot] for slot in decoding] + [0] * len(new)
+        counts = [1] * len(decoding) + [len(each.tokens) for each in admitted]
+        for slot, start, count in zip([*decoding, *new], starts, counts, strict=True):
+            lengths[slot] = start + count
+        sections: list[Section] = [Admissions.of(admitted)] if admitted else []
+        self._run([*decoding, *new], starts, counts, new, sections)
+
+    def _look_ahead(self, decoding: list[int]) -> None:
+        starts = [
+            start for slot in decoding for start in (self._lengths[slot], self._lengths[slot] + 1)
+        ]
+        for slot in decoding:
+            del self._lengths[slot]
+        offsets = np.tile(ids(0, 1), len(decoding))
+        rows = LookaheadRows(offsets, np.ones_like(offsets), np.full_like(offsets, MAX_LEN))
+        slots = [slot for slot in decoding for _ in range(2)]
+        self._run(slots, starts, [1] * len(slots), [], [rows])
+
+    def _run(
+        self, slots: list[int], starts: list[int], counts: list[int], new: list[int],
+        sections: list[Section],
+    ) -> None:  # fmt: skip
+        """Computes a step with features; `new`: the slots that get KV blocks."""
+        none, blocks = ids(), np.arange(BLOCKS, dtype=np.int32)
+        tables = [none] * 3
+        if new:
+            of_slots = np.repeat(ids(*new), BLOCKS)
+            indices = np.tile(blocks, len(new))
+            tables = [of_slots, indices, BLOCKS * of_slots + indices]
+        sections += self._features(len(slots))
+        ones = np.ones(len(slots), np.int32)
+        plan = StepPlan(
+            0, ids(*slots), ids(*starts), ids(*counts), ones, *tables, none, none, sections
+        )
+        self.runner.step(plan, self._all_bits).wait()
+
+    def _admission(self, slot: int, length: int) -> Admission:
+        rng = self._random
+        fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.8])}
+        for more in rng.sample(FIELDS, rng.randint(0, 4)):
+            fields |= more
+        params = SamplingParams(**fields)
+        tokens = ids(*(rng.randrange(3, self.vocab_size) for _ in range(length)))
+        return Admission(slot, tokens, length, params, slot, (2,) if params.min_tokens else ())
+
+    def _features(self, rows: int) -> list[Section]:
+        """Returns sections of some of the rows, or none."""
+        rng, found = self._random, list[Section]()
+
+        def some() -> I32:
+            return ids(*sorted(rng.sample(range(rows), rng.randint(1, rows))))
+
+        if rng.random() < 0.4:
+            at = some()
+            top = ids(*(rng.choice([0, 1, 5, 20]) for _ in at))
+            found.append(LogprobRows(at, top, np.zeros_like(at), ids()))
+        if rng.random() < 0.2:
+            found.append(ConstrainedRows(some()))
+        return found
+
+    def _all_bits(self, plan: StepPlan, count: int) -> I32:
+        return np.stack([pack(np.ones(self.vocab_size, np.bool_))] * count)
+
+
+@pytest.mark.parametrize(("num_slots", "vocab_size", "steps"), [(1, 100, 36), (6, 96, 25)])
+def test_the_warm_up_has_all_variants(
+    num_slots: int, vocab_size: int, steps: int, tmp_path: Path
+) -> None:
+    tiny_model(
+        "llama", tmp_path, vocab_size=vocab_size, hidden_size=128, head_dim=64,
+        num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2,
+    )  # fmt: skip
+    server = Server(tmp_path, num_slots, vocab_size)
+    with recording() as warm:
+        server.warm_up()
+    with recording() as served:
+        for _ in range(steps):
+            server.step()
+    assert len(served) > 15
+    assert not served - warm, "\n".join(sorted(served - warm))
