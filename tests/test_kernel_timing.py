@@ -140,16 +140,6 @@ def test_a_second_start_times_nothing_and_compiles_what_was_chosen(tmp_path: Pat
     assert watch.launched == [(rows, LARGE) for rows in SIZES[:4]]
 
 
-def test_the_activation_behind_a_gated_product_is_compiled_once(tmp_path: Path) -> None:
-    """Also where cuBLAS computes the product, which needs no compilation itself."""
-    times = {SMALL: 3.0, LARGE: 2.0, CUBLAS: 1.0}
-    Setting(tmp_path, ["gated"]).start(RecordedTimes(times))
-    again, watch = Setting(tmp_path, ["gated"]), RecordedTimes({})
-    assert again.start(watch) == 0
-    assert again.found("gated") == [CUBLAS] * 5
-    assert watch.launched == [(1, CUBLAS)]
-
-
 def test_stored_candidates_that_no_longer_exist_are_timed_anew(tmp_path: Path) -> None:
     setting = Setting(tmp_path)
     product = str(next(iter(setting.table.products)))

@@ -128,13 +128,13 @@ class Inbox:
         works = SimpleNamespace(take=lambda section: self.taken.append(section.rows.tolist()))
         self.worker = SimpleNamespace(
             vocab_size=VOCAB,
-            capture_next=self._capture_next,
+            continue_warm_up=self._continue_warm_up,
             runner=SimpleNamespace(works=works),
         )
         self.inbox = _Inbox(spec, self.worker)
         self.to_capture: list[StepPlan] = []
 
-    def _capture_next(self) -> bool:
+    def _continue_warm_up(self) -> bool:
         """Posts a plan while it captures the last graph."""
         if len(self.to_capture) == 1:
             post(self.ring, self.to_capture[0])
@@ -195,7 +195,7 @@ def test_an_idle_rank_captures_graphs_one_at_a_time(box: Inbox) -> None:
     box.to_capture = [make_plan(7), make_plan(8), make_plan(9)]
     assert box.inbox.next_plan().step_id == 7
     assert not box.to_capture
-    assert box.inbox._may_capture
+    assert box.inbox._may_warm_up
 
 
 def test_calls_wait_for_the_plans_before_them(box: Inbox) -> None:

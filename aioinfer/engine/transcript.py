@@ -41,13 +41,13 @@ class Transcript:
     Attributes:
         transcriber: of the model.
         submit: computes prompts; what it raises, all methods do.
-        recording: the sound, and once `complete` has found them, the parts that are heard again.
+        recording: the sound, and once `complete` has found them, parts to transcribe again.
         task: "transcribe", or "translate" into English.
         language: the code of the language that is spoken; None until the model has said it.
         params: of the transcript's requests, by `Transcriber.params`.
         has_times: whether the transcript has timestamps.
         max_len: the longest sequence.
-        no_speech: of parts whose text is doubtful, the probability that nobody speaks.
+        no_speech: of parts whose text is doubtful, the probability of no speech.
     """
 
     transcriber: Transcriber
@@ -85,8 +85,8 @@ class Transcript:
             return await collect(outputs)
 
     async def complete(self, deltas: list[Delta]) -> list[Delta]:
-        """Returns the transcripts of all parts, after those of the first parts: what these leave
-        out is heard again, and where nobody speaks is no text."""
+        """Returns the transcripts of all parts, given those of the first parts: what these leave
+        out is transcribed again, and parts without speech have no text."""
         if self.has_times:
             deltas = await self._with_rests(deltas)
         return await self._without_silence(deltas)

@@ -172,19 +172,10 @@ class KernelTiming:
         stored = self._from_first_rank(self._stored.read() if self._group.rank == 0 else {})
         self._cases = list_cases(self._choices.products.values(), self._sizes, stored)
         self._enter({})
-        activated = set[ProductChoices]()
         for case in self._cases:
             launched = case.candidates if case.settled is None else (case.settled,)
             for candidate in launched:
-                # cuBLAS needs no compilation, but the activation of a gate behind it does
-                has_activation = (
-                    case.choices.product.operation.endswith("gated")
-                    and "gate" not in candidate.fuses
-                    and case.choices not in activated
-                )
-                if has_activation:
-                    activated.add(case.choices)
-                if candidate.config is not None or has_activation:
+                if candidate.config is not None:
                     self._launch(case, candidate)
 
     def _launch(self, case: Case, candidate: Candidate) -> None:

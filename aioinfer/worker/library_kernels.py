@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 #: cuBLAS has equal kernels for the numbers of rows between two multiples of this, nearly always.
 STRIDE = 8
-#: Products of more rows have few kernels.
+#: Up to so many rows: twice the prompt tokens that a step has by default.
 _MAX_ROWS = 4096
 #: Seconds of launches between which a plan may come.
 _TURN_S = 0.02
@@ -37,13 +37,13 @@ class _Case(NamedTuple):
     """A product of one number of rows.
 
     Attributes:
-        choices: of its kernels; None for the head, which has none.
+        out: room for the product of the head [rows, vocabulary]; None for other products.
     """
 
     weight: KernelDenseWeight
     operation: Operation
-    choices: ProductChoices | None
     rows: int
+    out: torch.Tensor | None = None
 
 
 class LibraryKernels:
@@ -59,10 +59,11 @@ class LibraryKernels:
         self, backend: Backend, max_rows: int,
         head: tuple[KernelDenseWeight, torch.Tensor] | None = None,
     ):  # fmt: skip
-        self._backend, self._head = backend, head
+        self._backend = backend
         rows = range(STRIDE, min(max_rows, _MAX_ROWS) + 1, STRIDE)
         # multiples of large powers of two first: nearly all steps with prompts are as large
-        self._cases = self._list(sorted(rows, key=lambda each: -(each & -each)))
+        sizes = sorted(rows, key=lambda each: -(each & -each))
+        self._cases = _list_cases(list(backend.choices.products.values()), sizes, head)
 
     @classmethod
     def of(cls, model: Any, device: GpuDevice, backend: Backend) -> LibraryKernels:
@@ -72,15 +73,6 @@ class LibraryKernels:
         if not isinstance(weight, KernelDenseWeight):
             return cls(backend, device.max_tokens)
         return cls(backend, device.max_tokens, (weight, device.logits))
-
-    def _list(self, sizes: list[int]) -> Iterator[_Case]:
-        for rows in sizes:
-            for choices in self._backend.choices.products.values():
-                weight = next(iter(choices.weights), None)
-                if isinstance(weight, KernelDenseWeight):
-                    yield _Case(weight, choices.product.operation, choices, rows)
-            if self._head is not None and rows <= len(self._head[1]):
-                yield _Case(self._head[0], "partial", None, rows)
 
     @torch.inference_mode()
     def load_next(self) -> bool:
@@ -98,16 +90,27 @@ class LibraryKernels:
         return False
 
     def _launch(self, case: _Case) -> None:
-        weight, operation, choices, rows = case
-        chosen = None if choices is None else choices.find(rows)
-        if operation.startswith("normed"):  # more rows than one are normed by a launch of its own
-            return
-        if (chosen or weight.default(operation, rows)) != CUBLAS:
-            return
+        """Launches a product if cuBLAS computes it."""
+        weight, operation, rows, out = case
         outputs, inputs = weight.loaded.shape
         x = torch.empty(rows, inputs, dtype=self._backend.dtype, device=self._backend.device)
-        if choices is None and self._head is not None:
-            out = self._head[1][:rows]
-        else:
+        if out is None:
             out = x.new_empty(rows if operation in ("partial", "residual") else 1, outputs)
-        weight.launch(CUBLAS, x, epilogue_of(operation, None, out)._replace(gate=None))
+        epilogue = epilogue_of(operation, None, out)
+        if weight.select(x, epilogue) == CUBLAS:
+            weight.launch(CUBLAS, x, epilogue._replace(gate=None))
+
+
+def _list_cases(
+    products: Sequence[ProductChoices],
+    sizes: Sequence[int],
+    head: tuple[KernelDenseWeight, torch.Tensor] | None,
+) -> Iterator[_Case]:
+    """Yields the products of all sizes; those of one row are normed in their launch."""
+    for rows in sizes:
+        for choices in products:
+            weight, operation = next(iter(choices.weights), None), choices.product.operation
+            if isinstance(weight, KernelDenseWeight) and not operation.startswith("normed"):
+                yield _Case(weight, operation, rows)
+        if head is not None and rows <= len(head[1]):
+            yield _Case(head[0], "partial", rows, head[1][:rows])

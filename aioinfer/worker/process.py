@@ -173,7 +173,7 @@ class _Inbox:
         self._spec = spec
         self._worker = worker
         self._num_announced = 0
-        self._may_capture = True  # whether CUDA graphs may be missing
+        self._may_warm_up = True  # whether a part of the warm-up may be left
         self._last_step = -1  # that was read
         self._holds_plan = False  # whether the ring still has the last plan
         self._skips_masks = not samples
@@ -227,19 +227,19 @@ class _Inbox:
         """Waits for the next message and returns it, a view into the ring. Calls that come
         meanwhile are answered, behind the messages that are there: the engine makes them while no
         step is in flight, but knows that of one rank. With `is_idle`
-        no step is being prepared: where nothing comes, and no step is in flight, CUDA graphs that
-        are missing are captured. A plan that comes meanwhile waits for that."""
+        no step is being prepared: where nothing comes, and no step is in flight, the warm-up goes
+        on. A plan that comes meanwhile waits for that."""
         spec = self._spec
         while not self._num_announced:
-            found = self._poll.poll(_IDLE_MS if is_idle and self._may_capture else None)
+            found = self._poll.poll(_IDLE_MS if is_idle and self._may_warm_up else None)
             if not found:
                 if self._last_step < 0 or spec.heartbeat.has_finished(spec.rank, self._last_step):
-                    self._may_capture = self._worker.capture_next()
+                    self._may_warm_up = self._worker.continue_warm_up()
             elif announced := spec.plans.announced(spec.reader):
                 self._num_announced = announced
             else:
                 self._take_call()
-                self._may_capture = True  # it may have slept
+                self._may_warm_up = True  # it may have slept
         self._num_announced -= 1
         return spec.plans.read(spec.reader)
 

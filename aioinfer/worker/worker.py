@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -51,9 +50,6 @@ from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS, StepGraphs
 from aioinfer.worker.step_works import StepWorks, load_works
 from aioinfer.worker.warm_up import GpuWarmUp, run_kinds
-
-if TYPE_CHECKING:
-    from aioinfer.worker.library_kernels import LibraryKernels
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
@@ -160,9 +156,9 @@ class Worker(CalledWorker):
         self.graph_bytes = 0
         self.step_times: list[tuple[int, float, bool]] = []
         self._fewest_blocks = 1
-        # on a GPU, once it has warmed up
-        self._graphs: StepGraphs | None = None
-        self._library: LibraryKernels | None = None
+        self._graphs: StepGraphs | None = None  # on a GPU, once it has warmed up
+        #: parts of the warm-up that are left; each returns whether it did anything
+        self._left: list[Callable[[], bool]] = []
         self._check: CacheCheck | None = None  # from `allocate` to `warm_up`
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
@@ -292,7 +288,7 @@ class Worker(CalledWorker):
 
         On a GPU all kernels are compiled first, then the kernels of products are timed, and at last
         CUDA graphs are captured: with `leaves_graphs` a part of them, if nothing but this rank's
-        own kernels is in them, and `capture_next` is to be called while there is nothing else to
+        own kernels is in them. `continue_warm_up` is to be called while there is nothing else to
         do.
         """
         runner, steps = self.runner, self._dummy_steps(self.runner)
@@ -312,14 +308,13 @@ class Worker(CalledWorker):
             self.compilations = CompilationWatch()
 
     @torch.inference_mode()
-    def capture_next(self) -> bool:
-        """Captures a CUDA graph that `warm_up` has left, or else loads kernels, while no step is
-        being prepared; returns whether anything was left. A rank that sleeps takes no memory for
-        it."""
-        graphs, library = self._graphs, self._library
-        if graphs is None or library is None or (self.memory is not None and self.memory.asleep):
+    def continue_warm_up(self) -> bool:
+        """Captures a CUDA graph that `warm_up` has left, or else loads kernels (`library_kernels`),
+        while no step is being prepared; returns whether anything was left. A rank that sleeps takes
+        no memory for it."""
+        if self.memory is not None and self.memory.asleep:
             return False
-        return graphs.capture_next() or library.load_next()
+        return any(part() for part in self._left)
 
     # ---------------------------------------------------------------- parts of the start
 
@@ -341,7 +336,8 @@ class Worker(CalledWorker):
         self.graph_bytes = self._graphs.nbytes
         from aioinfer.worker.library_kernels import LibraryKernels
 
-        self._library = LibraryKernels.of(self.model, warm_up.device, self._backend)
+        library = LibraryKernels.of(self.model, warm_up.device, self._backend)
+        self._left = [self._graphs.capture_next, library.load_next]
 
     def _settle_cache(self, steps: DummySteps) -> None:
         """Measures the scales of a KV cache in float8 that has none, and ends the check of it."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.kernels import activation
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import interleave
 
@@ -197,3 +198,19 @@ def test_what_is_chosen_computes(backend: Backend, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(weight.multiply(x), expected, rtol=1e-4, atol=1e-4)
         weight.multiply(torch.randn(5, INPUTS))
     assert configs == [few_rows.config] * 2
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_the_warm_up_has_the_activation_of_a_gate(
+    backend: Backend, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever kernels compute the product, cuBLAS among them, which needs no warm-up itself."""
+    activate, found = activation.gated_activation, []
+
+    def note(product: torch.Tensor, **options: Any) -> torch.Tensor:
+        found.append((product.shape, options["kind"]))
+        return activate(product, **options)
+
+    monkeypatch.setattr(activation, "gated_activation", note)
+    make_weight(backend).warm_up(Epilogue(gate=gate))
+    assert found == [((1, OUT), gate)]

@@ -21,8 +21,8 @@ OUT, INPUTS, MAX_ROWS, HEAD_ROWS = 48, 96, 44, 20
 def test_products_of_all_sizes_are_launched_where_cublas_computes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A product that another kernel computes up to 16 rows, one that is added to a residual, and
-    the head; each turn ends in time."""
+    """A product of which another kernel computes 16 rows, one that is added to a residual, and the
+    head; each turn ends in time."""
     monkeypatch.setattr(library_kernels, "_TURN_S", 0.0)
     backend = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single(), has_kernels=True)
     launched = list[tuple[type, str, int]]()

@@ -255,7 +255,7 @@ class Weight(Droppable, ABC):
         if candidate is None:
             x, norm = self._prepare(x, Epilogue(norm, bias, None, total))
             wanted = epilogue._replace(norm=norm, bias=bias, gate=gate if is_gated else None)
-            candidate = self._select(x, wanted)
+            candidate = self.select(x, wanted)
         fuses = candidate.fuses
         if norm is not None and not ("norm" in fuses and isinstance(norm, RMSNorm)):
             x, norm = norm(x), None
@@ -326,7 +326,7 @@ class Weight(Droppable, ABC):
 
     # ---------------------------------------------------------------- which kernel
 
-    def _select(self, x: Any, epilogue: Epilogue) -> Candidate:
+    def select(self, x: Any, epilogue: Epilogue) -> Candidate:
         """Returns the candidate that computes a product: the one that was chosen for its number of
         rows, if it takes the operands, or else the default."""
         operation = _operation_of(epilogue)
@@ -363,7 +363,8 @@ class Weight(Droppable, ABC):
         return list(dict.fromkeys(each for each in found if self.takes(each, x, epilogue)))
 
     def warm_up(self, epilogue: Epilogue = PLAIN, *, adds: bool = False) -> None:
-        """Launches the product in every configuration that the number of rows selects.
+        """Launches the product in every configuration that the number of rows selects, and the
+        activation of a gate, which is a launch of its own behind kernels that do not fuse it.
 
         Args:
             epilogue: without tensors for a number of rows.
@@ -379,6 +380,9 @@ class Weight(Droppable, ABC):
                 self.multiply(x, epilogue._replace(add_to=x.new_zeros(rows, self._out)))
             else:
                 self.multiply(x, epilogue)
+        if epilogue.gate is not None:
+            product = torch.zeros(1, self._out, dtype=backend.dtype, device=backend.device)
+            self._activate(product, epilogue.gate, None)
 
 
 def _operation_of(epilogue: Epilogue) -> Operation:

@@ -222,8 +222,8 @@ class KernelHeadWeight(KernelDenseWeight):
     """The weight of the LM head, whose products are not timed: each candidate would read as many
     bytes as several layers."""
 
-    def _select(self, x: torch.Tensor, epilogue: Epilogue) -> Candidate:
-        """See `Weight._select`."""
+    def select(self, x: torch.Tensor, epilogue: Epilogue) -> Candidate:
+        """See `Weight.select`."""
         if len(x) > MAX_FEW_ROWS:
             return CUBLAS
         operation: Operation = "plain" if epilogue.norm is None else "normed"
