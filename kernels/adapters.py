@@ -6,7 +6,8 @@ channels among them, and the last one of a tile adds up the sums of all. A step 
 in the columns of each token's adapter, with zeros in all others, so that the product with the
 matrices B of all adapters side by side is a few more steps of a product's loop over its inputs: the
 kernels of few rows, the split and the gated product compute it in the launch of the model's own
-weight. Elsewhere `expand` adds it afterwards.
+weight. Elsewhere `expand` adds it afterwards. Of a single token the launch of the weight computes
+x A^T, too: its first programs, while the others read the weight (`shrink_row`).
 """
 # ruff: noqa: N803  (matrices and compile-time constants are written in capitals)
 
@@ -23,8 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Output channels of a program of `expand`, and the ranks that it takes at a time at most.
 _CHANNELS, _MAX_RANKS = 128, 64
-#: Input channels of the kernel of one row, and the rows of A of a program.
-_STEP, _ROWS = 4096, 1
+#: Input channels that a program of `_shrink_row_kernel` takes at a time.
+_STEP = 4096
 #: Up to so many tokens: the ranks that a program of `shrink` takes at most, bytes of a token's
 #: input channels at a time, and parts of the input channels at most. The matrices of few tokens
 #: leave room beside the ring of a product that is launched while the program runs.
@@ -63,15 +64,34 @@ class AdapterOperand:
         up: [out, columns], B of all adapters.
         blocks: int32 [1 + max], the number of blocks of `BLOCK` columns that tokens have, and then
             the blocks.
-        slots: int32 [tiles], of which the first is the slot of a single token.
-        width: columns of a slot.
     """
 
     shrunk: torch.Tensor
     up: torch.Tensor
     blocks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowOperand:
+    """The adapter of a product's only token: the product's launch computes x A^T, too.
+
+    Attributes:
+        adapters: of all slots.
+        slots: int32, the first is the slot of the token; negative for none.
+        shrunk: [1, columns], overwritten in the columns of the slot.
+        tickets: int32 [2], zeros, which count programs.
+    """
+
+    adapters: Adapters
     slots: torch.Tensor
-    width: int
+    shrunk: torch.Tensor
+    tickets: torch.Tensor
+
+    @classmethod
+    def of(cls, adapters: Adapters, tiles: AdapterTiles, workspace: AdapterWorkspace) -> RowOperand:
+        """Returns the operand of a step's only token; `tiles` are of this token."""
+        shrunk = tiles.shrunk_of(adapters.modules)
+        return cls(adapters, tiles.slots, shrunk, workspace.tickets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +115,7 @@ class AdapterWorkspace:
         """Returns the memory for up to `tokens` tokens, and products of up to `inputs` channels."""
         width = layout.modules[-1] * layout.max_rank
         sizes = {*(size for size, *_ in _SHRINKS if size is not None and size < tokens), tokens}
-        parts = tickets = 0
+        parts, tickets = 0, 2
         for size in sizes:
             plan = _ShrinkPlan.of(size, width, inputs, dtype.itemsize, layout.num_slots)
             numbers = plan.tiles * plan.blocks
@@ -194,42 +214,51 @@ def _shrink_kernel(
     tl.store(place, total.to(shrunk.dtype.element_ty), here)
 
 
-@triton.jit(do_not_specialize=["modules"])
-def _shrink_row_kernel(
-    x, A, norm, shrunk, slots, widths, modules, a_stride, slot_stride, spread, eps,
-    INPUTS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def shrink_row(
+    x, A, norm, shrunk, slot, widths, rank, modules, a_stride, slot_stride, spread, eps,
+    INPUTS: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()  # see `_shrink_kernel`
-    slot = tl.load(slots)
-    rank = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = rank < tl.load(widths + tl.maximum(slot, 0)) * modules
-    here = here & (slot >= 0)
-    weight = A + tl.maximum(slot, 0).to(tl.int64) * slot_stride
-    weight += rank.to(tl.int64)[:, None] * a_stride
+    """Writes one rank of x A^T of a single token, whose adapter is in `slot`, not negative."""
+    is_used = rank < tl.load(widths + slot) * modules
+    weight = A + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * a_stride
     k = tl.arange(0, STEP)
-    part = tl.load(weight + k[None, :], here[:, None] & (k < INPUTS)[None, :], 0.0)
+    part = tl.load(weight + k, is_used & (k < INPUTS), 0.0)
     if HAS_NORM:
         scale = tl.load(norm + k, k < INPUTS, 0.0)
     if PDL:
         gdc_wait()
-    total = tl.zeros([ROWS], tl.float32)
-    square = 0.0
+    total, square = 0.0, 0.0
     for first in tl.static_range(0, INPUTS, STEP):
         there = first + k < INPUTS
         if first > 0:
-            part = tl.load(weight + first + k[None, :], here[:, None] & there[None, :], 0.0)
+            part = tl.load(weight + first + k, is_used & there, 0.0)
             if HAS_NORM:
                 scale = tl.load(norm + first + k, there, 0.0)
         value = tl.load(x + first + k, there, 0.0).to(tl.float32)
         if HAS_NORM:
             square += tl.sum(value * value)
             value = value * scale.to(tl.float32)
-        total += tl.sum(part.to(tl.float32) * value[None, :], 1)
+        total += tl.sum(part.to(tl.float32) * value)
     if HAS_NORM:
         total *= tl.rsqrt(square / INPUTS + eps)
-    tl.store(shrunk + slot * spread + rank, total.to(shrunk.dtype.element_ty), here)
+    tl.store(shrunk + slot * spread + rank, total.to(shrunk.dtype.element_ty), is_used)
+
+
+@triton.jit(do_not_specialize=["modules"])
+def _shrink_row_kernel(
+    x, A, shrunk, slots, widths, modules, a_stride, slot_stride, spread,
+    INPUTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()  # see `_shrink_kernel`
+    slot = tl.load(slots)
+    if slot < 0:
+        return
+    shrink_row(
+        x, A, x, shrunk, slot, widths, tl.program_id(0), modules, a_stride, slot_stride, spread,
+        0.0, INPUTS, STEP, False, PDL,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["modules"])
@@ -262,7 +291,7 @@ def _expand_kernel(
 
 def shrink(
     x: torch.Tensor, adapters: Adapters, tiles: AdapterTiles, workspace: AdapterWorkspace,
-    *, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, pdl: bool = False,
+    *, pdl: bool = False,
 ) -> AdapterOperand | None:  # fmt: skip
     """Computes x A^T of each token with its adapter, and returns it as an operand of the product;
     None for more tokens than `tiles.shrunk` has rows, of which `workspace.shrunk` has it.
@@ -271,8 +300,6 @@ def shrink(
         x: [T, in], contiguous channels.
         tiles: of the T tokens.
         workspace: for T tokens at least.
-        norm_weight: [in] of an RMSNorm (with `eps`) that x, of one token, passes through first;
-            None for no norm.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows, inputs = x.shape
@@ -281,11 +308,10 @@ def shrink(
     shrunk = tiles.shrunk_of(modules) if by_adapter else workspace.shrunk
     spread = width if by_adapter else 0
     if by_adapter and rows == 1:
-        _shrink_row_kernel[(triton.cdiv(width, _ROWS),)](
-            x, down, x if norm_weight is None else norm_weight, shrunk, tiles.slots, adapters.ranks,
-            modules, down.stride(1), down.stride(0), spread, eps, INPUTS=inputs,
-            STEP=min(_STEP, triton.next_power_of_2(inputs)), ROWS=_ROWS,
-            HAS_NORM=norm_weight is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        _shrink_row_kernel[(width,)](
+            x, down, shrunk, tiles.slots, adapters.ranks, modules, down.stride(1), down.stride(0),
+            spread, INPUTS=inputs, STEP=min(_STEP, triton.next_power_of_2(inputs)), PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     else:
         slots = tiles.layout.num_slots
@@ -299,8 +325,7 @@ def shrink(
         )  # fmt: skip
     if not by_adapter:
         return None
-    blocks = tiles.blocks_of(modules)
-    return AdapterOperand(shrunk[:rows], adapters.up, blocks, tiles.slots, width)
+    return AdapterOperand(shrunk[:rows], adapters.up, tiles.blocks_of(modules))
 
 
 def expand(
@@ -322,12 +347,26 @@ def expand(
 
 def operand_arguments(
     operand: AdapterOperand | None, other: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
-    """Returns an operand as kernels take it: shrunk, up, blocks, slots, the strides of shrunk's and
-    up's rows and the columns of a slot; `other` stands for tensors that there are not."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """Returns an operand as kernels take it: shrunk, up, blocks, and the strides of shrunk's and
+    up's rows; `other` stands for tensors that there are not."""
     if operand is None:
-        return other, other, other, other, 0, 0, 0
+        return other, other, other, 0, 0
     shrunk, up = operand.shrunk, operand.up
+    return shrunk, up, operand.blocks, shrunk.stride(0), up.stride(0)
+
+
+def row_arguments(
+    operand: RowOperand | None, other: torch.Tensor
+) -> tuple[torch.Tensor | int, ...]:
+    """Returns an operand as the kernel of one row takes it: A, B, shrunk, slots, ranks, tickets,
+    the merged modules and columns of a slot, and the strides of B's and of A's rows and of A's
+    slots; `other` stands for tensors that there are not."""
+    if operand is None:
+        return other, other, other, other, other, other, 0, 0, 0, 0, 0
+    own = operand.adapters
+    down, up = own.down, own.up
     return (
-        shrunk, up, operand.blocks, operand.slots, shrunk.stride(0), up.stride(0), operand.width
+        down, up, operand.shrunk, operand.slots, own.ranks, operand.tickets, own.modules, own.width,
+        up.stride(0), down.stride(1), down.stride(0),
     )  # fmt: skip

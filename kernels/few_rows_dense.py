@@ -21,8 +21,14 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.adapter_tiles import BLOCK
-from aioinfer.kernels.adapters import AdapterOperand, operand_arguments
-from aioinfer.kernels.launch import wait_for_kernel
+from aioinfer.kernels.adapters import (
+    AdapterOperand,
+    RowOperand,
+    operand_arguments,
+    row_arguments,
+    shrink_row,
+)
+from aioinfer.kernels.launch import signal, wait_for_kernel, wait_for_signals
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP
@@ -152,14 +158,26 @@ def _add_adapters(
 @triton.jit
 def _vector_kernel(
     x, weight, scales, norm, residual, out, features, groups, eps,
-    shrunk, up, blocks, slots, shrunk_stride, up_stride, width,
+    A, B, shrunk, slots, ranks, tickets, modules, width, b_stride, a_stride, slot_stride,
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
     GROUPED: tl.constexpr,
     GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
     PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, ADAPTED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    program = tl.program_id(0)
+    if ADAPTED:
+        slot = tl.load(slots)
+        if program < width:
+            if slot >= 0:
+                shrink_row(
+                    x, A, norm, shrunk, slot, ranks, program, modules, a_stride, slot_stride, width,
+                    eps, INPUTS, STEP, HAS_NORM, PDL,
+                )  # fmt: skip
+                signal(tickets)
+            return
+        program -= width
+    n = program * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
     inside = n < features
     lines = n + n // RUN * RUN if GATED else n
@@ -170,18 +188,16 @@ def _vector_kernel(
     if GATED:
         up_w = tl.load(up_place, mask, 0.0)
     if ADAPTED:  # rows of B, in the columns of the token's adapter
-        slot, column = tl.load(slots), tl.arange(0, WIDTH)
+        column = tl.arange(0, WIDTH)
         has = column < tl.where(slot < 0, 0, width)
-        of_rows = up + lines.to(tl.int64)[:, None] * up_stride + (slot * width + column)[None, :]
+        of_rows = B + lines.to(tl.int64)[:, None] * b_stride + (slot * width + column)[None, :]
         of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
         if GATED:
-            up_of_adapter = tl.load(of_rows + RUN * up_stride, inside[:, None] & has[None, :], 0.0)
+            up_of_adapter = tl.load(of_rows + RUN * b_stride, inside[:, None] & has[None, :], 0.0)
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
-    if ADAPTED:
-        ranks = tl.load(shrunk + slot * width + column, has, 0.0).to(tl.float32)
     total = tl.zeros([FEATURES], tl.float32)
     up_total = tl.zeros([FEATURES], tl.float32)
     square = 0.0
@@ -215,9 +231,12 @@ def _vector_kernel(
         total *= factor
         up_total *= factor
     if ADAPTED:
-        total += tl.sum(of_adapter.to(tl.float32) * ranks[None, :], 1)
+        if slot >= 0:
+            wait_for_signals(tickets, width, tl.num_programs(0) - width)
+        own = tl.load(shrunk + slot * width + column, has, 0.0, cache_modifier=".cg").to(tl.float32)
+        total += tl.sum(of_adapter.to(tl.float32) * own[None, :], 1)
         if GATED:
-            up_total += tl.sum(up_of_adapter.to(tl.float32) * ranks[None, :], 1)
+            up_total += tl.sum(up_of_adapter.to(tl.float32) * own[None, :], 1)
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * up_total
     _finish(total, out, residual, 0, n, inside, 0, 0, HAS_RESIDUAL)
@@ -241,7 +260,7 @@ def _add_step(
 @triton.jit(do_not_specialize=["rows"])
 def _tensor_kernel(
     x, weight, scales, residual, out, rows, features, groups, x_stride, residual_stride, out_stride,
-    shrunk, up, blocks, slots, shrunk_stride, up_stride, width,
+    shrunk, up, blocks, shrunk_stride, up_stride,
     ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -306,7 +325,7 @@ def launch_few_rows(
     out: torch.Tensor,
     pdl: bool,
     config: FewRowsConfig,
-    operand: AdapterOperand | None = None,
+    operand: AdapterOperand | RowOperand | None = None,
 ) -> None:
     """Writes a product of a weight as it is, or of one byte with scales, to `out`; the arguments
     are those of `few_rows_dense` and `few_rows_scaled.ScaledMatrix`."""
@@ -322,21 +341,23 @@ def launch_few_rows(
         "SCALED": scales is not None, "GROUPED": groups > 1, "GROUP": GROUP,
         "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl, "ADAPTED": operand is not None,
     }  # fmt: skip
-    extra = operand_arguments(operand, x)
-    grid = (triton.cdiv(features, config.features),)
+    programs = triton.cdiv(features, config.features)
     if rows == 1:
-        _vector_kernel[grid](
+        assert not isinstance(operand, AdapterOperand)
+        width = 0 if operand is None else operand.adapters.width
+        _vector_kernel[(programs + width,)](
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
-            *extra, **constants, HAS_NORM=norm_weight is not None, RUN_OF_INPUTS=RUN_OF_INPUTS,
-            WIDTH=1 if operand is None else triton.next_power_of_2(operand.width),
+            *row_arguments(operand, x), **constants, HAS_NORM=norm_weight is not None,
+            RUN_OF_INPUTS=RUN_OF_INPUTS, WIDTH=triton.next_power_of_2(width) if width else 1,
             EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
             launch_pdl=pdl,
         )  # fmt: skip
     else:
-        _tensor_kernel[grid](
+        assert not isinstance(operand, RowOperand)
+        _tensor_kernel[(programs,)](
             *given, added, out, rows, features, groups, x.stride(0), added.stride(0), out.stride(0),
-            *extra, **constants, ROWS_PAD=8 if rows <= 8 else 16, BLOCK=BLOCK,
-            num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+            *operand_arguments(operand, x), **constants, ROWS_PAD=8 if rows <= 8 else 16,
+            BLOCK=BLOCK, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -351,7 +372,7 @@ def few_rows_dense(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: FewRowsConfig | None = None,
-    operand: AdapterOperand | None = None,
+    operand: AdapterOperand | RowOperand | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T, for few rows of x, accumulated in float32.
 
@@ -367,7 +388,8 @@ def few_rows_dense(
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
             read before that kernel ends, so that kernel must not write it.
         config: instead of `few_rows_dense_config`'s (for tests and tuning).
-        operand: added to the product, before a gate.
+        operand: added to the product, before a gate: a `RowOperand` of one row, or else an
+            `AdapterOperand`.
 
     Returns:
         [M, N] in x's dtype.

@@ -51,9 +51,9 @@ class ProductExtension(Extending):
         """Whether a kernel may add it to the product of x [T, in] in its own launch."""
 
     @abstractmethod
-    def operand(self, x: torch.Tensor, norm: Any = None) -> Any:
+    def operand(self, x: torch.Tensor) -> Any:
         """Returns what a kernel takes that adds it to the product of x [T, in] in its own launch,
-        if `may_fuse`; `norm`: the RMSNorm that x passes through first, of one token alone."""
+        if `may_fuse`. A kernel that norms x of one token adds it for the norm."""
 
     @abstractmethod
     def begin(self, x: torch.Tensor) -> None:

@@ -41,9 +41,9 @@ def test_shrink(tokens: int) -> None:
 @pytest.mark.parametrize("inputs", [4096, 12288])
 def test_shrink_of_one_row(inputs: int) -> None:
     kernel = compile_call(
-        adapters._shrink_row_kernel, Launch(4), x=BF16, A=BF16, norm=BF16, shrunk=BF16, slots=INT,
-        widths=INT, modules=3, a_stride=inputs, slot_stride=inputs * 48, spread=48, eps=1e-6,
-        INPUTS=inputs, STEP=4096, ROWS=1, HAS_NORM=True, PDL=True,
+        adapters._shrink_row_kernel, Launch(4), x=BF16, A=BF16, shrunk=BF16, slots=INT,
+        widths=INT, modules=3, a_stride=inputs, slot_stride=inputs * 48, spread=48,
+        INPUTS=inputs, STEP=4096, PDL=True,
     )  # fmt: skip
     check_fits(kernel)
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= inputs // 4096 * 8

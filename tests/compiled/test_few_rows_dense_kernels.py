@@ -33,8 +33,8 @@ PRODUCTS = [
 ]
 TYPES = names_to_types(
     {
-        "*bf16": ("x", "weight", "scales", "norm", "residual", "out", "shrunk", "up"),
-        "*i32": ("blocks", "slots"),
+        "*bf16": ("x", "weight", "scales", "norm", "residual", "out", "shrunk", "up", "A", "B"),
+        "*i32": ("blocks", "slots", "ranks", "tickets"),
         "fp32": ("eps",),
     }
 )

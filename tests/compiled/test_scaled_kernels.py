@@ -96,7 +96,9 @@ def test_products_of_few_rows(
     types = {
         "x": "*bf16", "weight": f"*{kind}", "scales": "*fp32", "norm": "*bf16",
         "residual": "*bf16", "out": "*bf16", "eps": "fp32",
-    } | dict.fromkeys(("shrunk", "up", "blocks", "slots"), "*bf16")  # fmt: skip
+    } | dict.fromkeys(
+        ("shrunk", "up", "blocks", "A", "B", "slots", "ranks", "tickets"), "*bf16"
+    )  # fmt: skip
     source = few_rows_dense._vector_kernel if rows == 1 else few_rows_dense._tensor_kernel
     kernel = compile_kernel(source, types, constants, config)
     ptx = kernel.asm["ptx"]

@@ -231,7 +231,7 @@ class Weight(Droppable, ABC):
         fused_gate = gate if self._fuses_gate(epilogue) else None
         operation = _operation_of(Epilogue(norm, bias, fused_gate, total, out))
         if extension.may_fuse(x) and self.extended_candidate(operation, len(x)) is not None:
-            operand = extension.operand(x, norm if isinstance(norm, RMSNorm) else None)
+            operand = extension.operand(x)
             return self._multiply(x, epilogue._replace(norm=norm, operand=operand))
         if norm is not None:
             x = norm(x)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.kernels import gated_product, split_product
+from aioinfer.kernels.adapters import RowOperand
 from aioinfer.kernels.few_rows_dense import (
     MAX_ROWS,
     few_rows_dense,
@@ -116,7 +117,8 @@ class KernelDenseWeight(DenseWeight):
 
     def takes(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> bool:
         """See `Weight.takes`."""
-        return candidate.kernel not in (SPLIT, GATED) or rows_are_aligned(x)
+        is_few = candidate.kernel not in (SPLIT, GATED)
+        return is_few or (rows_are_aligned(x) and not isinstance(epilogue.operand, RowOperand))
 
     def extended_candidate(self, operation: Operation, rows: int) -> Candidate | None:
         """See `Weight.extended_candidate`. Where these kernels do not take the rows, or are slower
@@ -228,10 +230,6 @@ class KernelHeadWeight(KernelDenseWeight):
             return CUBLAS
         operation: Operation = "plain" if epilogue.norm is None else "normed"
         return self._few_rows(FEW_ROWS, operation, len(x))
-
-    def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
-        """See `Weight.adapted_candidate`."""
-        return self._few_rows(FEW_ROWS, operation, rows) if rows <= MAX_FEW_ROWS else None
 
 
 def fused_arguments(epilogue: Epilogue, rows: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ the expansion of latent vectors, whose rows are not the step's tokens, add a `Ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,7 +33,7 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.kernels.adapter_slots import ProductRows
-    from aioinfer.kernels.adapters import AdapterOperand, Adapters
+    from aioinfer.kernels.adapters import AdapterOperand, Adapters, RowOperand
 
 
 class AdaptedProduct(ProductExtension):
@@ -135,16 +135,15 @@ class AdaptedProduct(ProductExtension):
         """See `ProductExtension.may_fuse`."""
         return x.ndim == 2 and self._tokens.may_fuse(len(x), self._up.shape[1], self.inputs)
 
-    def operand(self, x: torch.Tensor, norm: Any = None) -> AdapterOperand:
+    def operand(self, x: torch.Tensor) -> AdapterOperand | RowOperand:
         """See `ProductExtension.operand`: a kernel adds the product with B to the weight's."""
-        from aioinfer.kernels.adapters import shrink
+        from aioinfer.kernels.adapters import RowOperand, shrink
 
         tokens = self._tokens
-        given = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
-        tiles = tokens.tiles_of(len(x))
-        operand = shrink(
-            x, self._matrices(), tiles, tokens.workspace, **given, pdl=tokens.backend.pdl
-        )
+        tiles, workspace = tokens.tiles_of(len(x)), tokens.workspace
+        if len(x) == 1:
+            return RowOperand.of(self._matrices(), tiles, workspace)
+        operand = shrink(x, self._matrices(), tiles, workspace, pdl=tokens.backend.pdl)
         assert operand is not None, "too many tokens"
         return operand
 
