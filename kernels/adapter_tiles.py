@@ -9,7 +9,7 @@ step's adapters have are listed, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,6 +23,8 @@ _TILES = ((128, 16), (1024, 32), (None, 64))
 _SORTED = 256
 #: Ranks of a block.
 BLOCK = 64
+#: What `AdapterTiles.words` has where no number is: the bits of a NaN.
+MISSING = -1
 #: Up to so many tokens a product may compute the adapters in its own launch; any number where the
 #: products of a layer have at most so many columns together.
 MAX_FUSED_ROWS, _FEW_COLUMNS = 256, 2048
@@ -77,6 +79,8 @@ class AdapterTiles:
         modules: int32 [kinds], `layout.modules`.
         shrunk: [tokens, layout.total], x A^T of each token in the columns of its adapter; zeros
             elsewhere. With more than `_FEW_COLUMNS` columns of up to MAX_FUSED_ROWS tokens.
+        words: integers of the dtype's size [2, columns of a slot], MISSING: x A^T of a single
+            token, which launches in turns write to one half and empty the other.
     """
 
     layout: RankLayout
@@ -85,6 +89,7 @@ class AdapterTiles:
     blocks: torch.Tensor
     modules: torch.Tensor
     shrunk: torch.Tensor
+    words: torch.Tensor
 
     @classmethod
     def empty(
@@ -100,14 +105,16 @@ class AdapterTiles:
         modules = torch.tensor(layout.modules, dtype=torch.int32, device=device)
         rows = tokens if layout.total <= _FEW_COLUMNS else min(tokens, MAX_FUSED_ROWS)
         shrunk = torch.zeros(rows, layout.total, dtype=dtype, device=device)
-        return cls(layout, order, slots, blocks, modules, shrunk)
+        word = torch.int16 if dtype.itemsize == 2 else torch.int32
+        width = layout.modules[-1] * layout.max_rank
+        words = torch.full((2, width), MISSING, dtype=word, device=device)
+        return cls(layout, order, slots, blocks, modules, shrunk, words)
 
     def views(self, tokens: int) -> AdapterTiles:
         """Returns the beginnings for `tokens` tokens."""
         tiles = max_tiles(tokens, self.layout.num_slots)
         order, slots = self.order[: tiles * tile_size(tokens)], self.slots[:tiles]
-        shrunk = self.shrunk[:tokens]
-        return AdapterTiles(self.layout, order, slots, self.blocks, self.modules, shrunk)
+        return replace(self, order=order, slots=slots, shrunk=self.shrunk[:tokens])
 
     def blocks_of(self, modules: int) -> torch.Tensor:
         """Returns int32 [1 + max_blocks] of `blocks` for products of so many modules."""
@@ -184,14 +191,16 @@ def _list_blocks(
     do_not_specialize_on_alignment=["adapters"],
 )
 def _sort_kernel(
-    adapters, order, slots, ranks, modules, blocks, tokens, tiles, max_tiles, num_slots, max_rank,
-    stride, KINDS: tl.constexpr, NUM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    SORTED: tl.constexpr, TILE: tl.constexpr,
+    adapters, order, slots, ranks, modules, blocks, words, tokens, tiles, max_tiles, num_slots,
+    max_rank, num_words, stride, MISSING: tl.constexpr, KINDS: tl.constexpr, NUM: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number = tl.arange(0, NUM)
     column = tl.arange(0, SORTED)
     for first in range(0, tiles * TILE, SORTED):
         tl.store(order + first + column, -1, first + column < tiles * TILE)
+    for first in range(0, num_words, SORTED):
+        tl.store(words + first + column, MISSING, first + column < num_words)
     counts = tl.zeros([NUM], tl.int32)
     for first in range(0, tokens, SORTED):
         adapter = tl.load(adapters + first + column, first + column < tokens, -1)
@@ -223,7 +232,7 @@ def sort_by_adapter(adapters: torch.Tensor, tiles: AdapterTiles, ranks: torch.Te
     Args:
         adapters: int32 [T], below the number of slots; negative for tokens without one.
         tiles: for T tokens at least; all of its slots and blocks are overwritten, and the rows of
-            `shrunk` are zeros then if it has as many.
+            `shrunk` are zeros then if it has as many, and its words MISSING.
         ranks: int32 [num_slots], of each adapter.
     """
     tokens, layout = len(adapters), tiles.layout
@@ -231,9 +240,10 @@ def sort_by_adapter(adapters: torch.Tensor, tiles: AdapterTiles, ranks: torch.Te
         tiles.shrunk[:tokens].zero_()
     count = max_tiles(tokens, layout.num_slots)
     _sort_kernel[(1,)](
-        adapters, tiles.order, tiles.slots, ranks, tiles.modules, tiles.blocks, tokens, count,
-        len(tiles.slots), layout.num_slots, layout.max_rank, tiles.blocks.stride(0),
-        KINDS=len(layout.modules), NUM=max(2, triton.next_power_of_2(layout.num_slots)),
+        adapters, tiles.order, tiles.slots, ranks, tiles.modules, tiles.blocks, tiles.words, tokens,
+        count, len(tiles.slots), layout.num_slots, layout.max_rank, tiles.words.numel(),
+        tiles.blocks.stride(0), MISSING=MISSING, KINDS=len(layout.modules),
+        NUM=max(2, triton.next_power_of_2(layout.num_slots)),
         BLOCKS=max(2, triton.next_power_of_2(layout.max_blocks)), BLOCK=BLOCK, SORTED=_SORTED,
         TILE=tile_size(tokens), num_warps=8,
     )  # fmt: skip

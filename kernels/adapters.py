@@ -7,7 +7,7 @@ in the columns of each token's adapter, with zeros in all others, so that the pr
 matrices B of all adapters side by side is a few more steps of a product's loop over its inputs: the
 kernels of few rows, the split and the gated product compute it in the launch of the model's own
 weight. Elsewhere `expand` adds it afterwards. Of a single token the launch of the weight computes
-x A^T, too: its first programs, while the others read the weight (`shrink_row`).
+x A^T, too: its first programs, while the others read the weight (`RowOperand`).
 """
 # ruff: noqa: N803  (matrices and compile-time constants are written in capitals)
 
@@ -78,20 +78,22 @@ class RowOperand:
     Attributes:
         adapters: of all slots.
         slots: int32, the first is the slot of the token; negative for none.
-        shrunk: [1, columns], overwritten in the columns of the slot.
-        tickets: int32 [2], zeros, which count programs.
+        words: integers of x's size [modules * max_rank] that are all MISSING: the launch writes
+            x A^T there, which other programs of the launch wait for.
+        others: those of the launch before, which this one sets to MISSING.
     """
 
     adapters: Adapters
     slots: torch.Tensor
-    shrunk: torch.Tensor
-    tickets: torch.Tensor
+    words: torch.Tensor
+    others: torch.Tensor
 
     @classmethod
-    def of(cls, adapters: Adapters, tiles: AdapterTiles, workspace: AdapterWorkspace) -> RowOperand:
-        """Returns the operand of a step's only token; `tiles` are of this token."""
-        shrunk = tiles.shrunk_of(adapters.modules)
-        return cls(adapters, tiles.slots, shrunk, workspace.tickets)
+    def of(cls, adapters: Adapters, tiles: AdapterTiles, number: int) -> RowOperand:
+        """Returns the operand of a step's only token in its launch `number`, counted from 0 in each
+        step; `tiles` are of this token."""
+        words, others = tiles.words[number % 2], tiles.words[1 - number % 2]
+        return cls(adapters, tiles.slots, words, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class AdapterWorkspace:
         """Returns the memory for up to `tokens` tokens, and products of up to `inputs` channels."""
         width = layout.modules[-1] * layout.max_rank
         sizes = {*(size for size, *_ in _SHRINKS if size is not None and size < tokens), tokens}
-        parts, tickets = 0, 2
+        parts = tickets = 0
         for size in sizes:
             plan = _ShrinkPlan.of(size, width, inputs, dtype.itemsize, layout.num_slots)
             numbers = plan.tiles * plan.blocks
@@ -215,11 +217,12 @@ def _shrink_kernel(
 
 
 @triton.jit
-def shrink_row(
-    x, A, norm, shrunk, slot, widths, rank, modules, a_stride, slot_stride, spread, eps,
+def row_by_rank(
+    x, A, norm, slot, widths, rank, modules, a_stride, slot_stride, eps,
     INPUTS: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes one rank of x A^T of a single token, whose adapter is in `slot`, not negative."""
+    """Returns one rank of x A^T of a single token, whose adapter is in `slot`, not negative; 0 for
+    a rank that the adapter does not have."""
     is_used = rank < tl.load(widths + slot) * modules
     weight = A + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * a_stride
     k = tl.arange(0, STEP)
@@ -242,7 +245,7 @@ def shrink_row(
         total += tl.sum(part.to(tl.float32) * value)
     if HAS_NORM:
         total *= tl.rsqrt(square / INPUTS + eps)
-    tl.store(shrunk + slot * spread + rank, total.to(shrunk.dtype.element_ty), is_used)
+    return total
 
 
 @triton.jit(do_not_specialize=["modules"])
@@ -252,13 +255,37 @@ def _shrink_row_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()  # see `_shrink_kernel`
-    slot = tl.load(slots)
+    slot, rank = tl.load(slots), tl.program_id(0)
     if slot < 0:
         return
-    shrink_row(
-        x, A, x, shrunk, slot, widths, tl.program_id(0), modules, a_stride, slot_stride, spread,
-        0.0, INPUTS, STEP, False, PDL,
-    )  # fmt: skip
+    total = row_by_rank(
+        x, A, x, slot, widths, rank, modules, a_stride, slot_stride, 0.0, INPUTS, STEP, False, PDL
+    )
+    tl.store(shrunk + slot * spread + rank, total.to(shrunk.dtype.element_ty))
+
+
+@triton.jit
+def put_word(words, others, at, value, MISSING: tl.constexpr):
+    """Writes a number as a word of its bits, and MISSING to `others`, which the launch before has
+    read."""
+    word = value.to(words.dtype.element_ty, bitcast=True)
+    tl.store(words + at, tl.where(word == MISSING, word ^ 1, word))  # another NaN
+    tl.store(others + at, tl.full([], MISSING, others.dtype.element_ty))
+
+
+@triton.jit
+def wait_for_words(words, column, has, word, MISSING: tl.constexpr):
+    """Returns the words [columns] that other programs of the launch write (`put_word`), as soon as
+    all of them are there; `word`: as they have been read before.
+
+    The words carry their own flags, as in NCCL's protocol LL. The programs that write have lower
+    numbers than those that wait, so that they run or have ended by then: GPUs start programs in the
+    order of their numbers, on which the decoupled look-back of CUB's scans relies, too (Merrill and
+    Garland 2016).
+    """
+    while tl.max((word == MISSING).to(tl.int32)) > 0:
+        word = tl.load(words + column, has, 0, volatile=True)
+    return word
 
 
 @triton.jit(do_not_specialize=["modules"])
@@ -359,14 +386,14 @@ def operand_arguments(
 def row_arguments(
     operand: RowOperand | None, other: torch.Tensor
 ) -> tuple[torch.Tensor | int, ...]:
-    """Returns an operand as the kernel of one row takes it: A, B, shrunk, slots, ranks, tickets,
-    the merged modules and columns of a slot, and the strides of B's and of A's rows and of A's
-    slots; `other` stands for tensors that there are not."""
+    """Returns an operand as the kernel of one row takes it: A, B, words, the other words, slots,
+    ranks, the merged modules and columns of a slot, and the strides of B's and of A's rows and of
+    A's slots; `other` stands for tensors that there are not."""
     if operand is None:
         return other, other, other, other, other, other, 0, 0, 0, 0, 0
     own = operand.adapters
     down, up = own.down, own.up
     return (
-        down, up, operand.shrunk, operand.slots, own.ranks, operand.tickets, own.modules, own.width,
+        down, up, operand.words, operand.others, operand.slots, own.ranks, own.modules, own.width,
         up.stride(0), down.stride(1), down.stride(0),
     )  # fmt: skip

@@ -20,15 +20,17 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN
-from aioinfer.kernels.adapter_tiles import BLOCK
+from aioinfer.kernels.adapter_tiles import BLOCK, MISSING
 from aioinfer.kernels.adapters import (
     AdapterOperand,
     RowOperand,
     operand_arguments,
+    put_word,
     row_arguments,
-    shrink_row,
+    row_by_rank,
+    wait_for_words,
 )
-from aioinfer.kernels.launch import signal, wait_for_kernel, wait_for_signals
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP
@@ -158,23 +160,24 @@ def _add_adapters(
 @triton.jit
 def _vector_kernel(
     x, weight, scales, norm, residual, out, features, groups, eps,
-    A, B, shrunk, slots, ranks, tickets, modules, width, b_stride, a_stride, slot_stride,
+    A, B, words, others, slots, ranks, modules, width, b_stride, a_stride, slot_stride,
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
     GROUPED: tl.constexpr,
     GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
     PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, ADAPTED: tl.constexpr, WIDTH: tl.constexpr,
+    MISSING: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if ADAPTED:
         slot = tl.load(slots)
         if program < width:
             if slot >= 0:
-                shrink_row(
-                    x, A, norm, shrunk, slot, ranks, program, modules, a_stride, slot_stride, width,
-                    eps, INPUTS, STEP, HAS_NORM, PDL,
+                of_rank = row_by_rank(
+                    x, A, norm, slot, ranks, program, modules, a_stride, slot_stride, eps, INPUTS,
+                    STEP, HAS_NORM, PDL,
                 )  # fmt: skip
-                signal(tickets)
+                put_word(words, others, program, of_rank.to(x.dtype.element_ty), MISSING)
             return
         program -= width
     n = program * FEATURES + tl.arange(0, FEATURES)
@@ -198,6 +201,8 @@ def _vector_kernel(
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
+    if ADAPTED:
+        word = tl.load(words + column, has, 0, volatile=True)
     total = tl.zeros([FEATURES], tl.float32)
     up_total = tl.zeros([FEATURES], tl.float32)
     square = 0.0
@@ -231,9 +236,8 @@ def _vector_kernel(
         total *= factor
         up_total *= factor
     if ADAPTED:
-        if slot >= 0:
-            wait_for_signals(tickets, width, tl.num_programs(0) - width)
-        own = tl.load(shrunk + slot * width + column, has, 0.0, cache_modifier=".cg").to(tl.float32)
+        word = wait_for_words(words, column, has, word, MISSING)
+        own = word.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
         total += tl.sum(of_adapter.to(tl.float32) * own[None, :], 1)
         if GATED:
             up_total += tl.sum(up_of_adapter.to(tl.float32) * own[None, :], 1)
@@ -349,6 +353,7 @@ def launch_few_rows(
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
             *row_arguments(operand, x), **constants, HAS_NORM=norm_weight is not None,
             RUN_OF_INPUTS=RUN_OF_INPUTS, WIDTH=triton.next_power_of_2(width) if width else 1,
+            MISSING=MISSING,
             EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
             launch_pdl=pdl,
         )  # fmt: skip

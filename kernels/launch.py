@@ -39,29 +39,6 @@ def is_last_of(ticket, PROGRAMS: tl.constexpr):
     return is_last
 
 
-@triton.jit
-def signal(tickets):
-    """Counts this program among those that others wait for (`wait_for_signals`)."""
-    tl.debug_barrier()  # every thread has written before one thread counts the program
-    tl.atomic_add(tickets, 1, sem="release")
-
-
-@triton.jit
-def wait_for_signals(tickets, count, waiting):
-    """Waits until `count` programs of this launch have signalled, and sees what they have written.
-    The last of `waiting` programs to come here resets `tickets` [2] to 0.
-
-    The programs that signal have lower numbers than those that wait, so that they run or have ended
-    by then: GPUs start programs in the order of their numbers, on which the decoupled look-back of
-    CUB's scans relies, too (Merrill and Garland 2016).
-    """
-    while tl.atomic_add(tickets, 0, sem="acquire") < count:
-        pass
-    if tl.atomic_add(tickets + 1, 1, sem="relaxed") == waiting - 1:
-        tl.store(tickets, 0)
-        tl.store(tickets + 1, 0)
-
-
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of a card's multiprocessors; 1 for a CPU, whose programs take turns."""

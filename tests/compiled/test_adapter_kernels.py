@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
 
 BF16, INT = torch.empty(16, dtype=torch.bfloat16), torch.empty(16, dtype=torch.int32)
-FLOAT = torch.empty(16)
+FLOAT, WORD = torch.empty(16), torch.empty(16, dtype=torch.int16)
 
 
 @pytest.mark.parametrize("tokens", [64, 256, 1000, 5000])
@@ -62,7 +62,8 @@ def test_expand(tile: int) -> None:
 def test_sorting() -> None:
     kernel = compile_call(
         adapter_tiles._sort_kernel, Launch(8), adapters=INT, order=INT, slots=INT, ranks=INT,
-        modules=INT, blocks=INT, tokens=256, tiles=24, max_tiles=24, num_slots=8, max_rank=16,
-        stride=7, KINDS=3, NUM=8, BLOCKS=8, BLOCK=64, SORTED=256, TILE=32,
+        modules=INT, blocks=INT, words=WORD, tokens=256, tiles=24, max_tiles=24, num_slots=8,
+        max_rank=16, num_words=96, stride=7, MISSING=-1, KINDS=3, NUM=8, BLOCKS=8, BLOCK=64,
+        SORTED=256, TILE=32,
     )  # fmt: skip
     check_fits(kernel)

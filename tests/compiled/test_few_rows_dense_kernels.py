@@ -34,7 +34,8 @@ PRODUCTS = [
 TYPES = names_to_types(
     {
         "*bf16": ("x", "weight", "scales", "norm", "residual", "out", "shrunk", "up", "A", "B"),
-        "*i32": ("blocks", "slots", "ranks", "tickets"),
+        "*i32": ("blocks", "slots", "ranks"),
+        "*i16": ("words", "others"),
         "fp32": ("eps",),
     }
 )
@@ -56,7 +57,13 @@ def test_they_fit(
             "GROUPED": False, "GROUP": 128, "ROWS_PER_SCALE": 1, "PDL": True, "ADAPTED": adapted,
         }  # fmt: skip
         if rows == 1:
-            fixed |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False, "WIDTH": 64}
+            fixed |= {
+                "HAS_NORM": normed,
+                "RUN_OF_INPUTS": 16,
+                "EARLY_TRIGGER": False,
+                "WIDTH": 64,
+                "MISSING": -1,
+            }
         else:
             fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16, "BLOCK": 64}
         kernel = _vector_kernel if rows == 1 else _tensor_kernel

@@ -89,7 +89,13 @@ def test_products_of_few_rows(
         "GROUP": GROUP, "ROWS_PER_SCALE": run, "PDL": True,
     }  # fmt: skip
     if rows == 1:
-        constants |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False, "WIDTH": 1}
+        constants |= {
+            "HAS_NORM": normed,
+            "RUN_OF_INPUTS": 16,
+            "EARLY_TRIGGER": False,
+            "WIDTH": 1,
+            "MISSING": -1,
+        }
     else:
         constants |= {"ROWS_PAD": rows, "BLOCK": 64}
     constants["ADAPTED"] = False
@@ -97,7 +103,7 @@ def test_products_of_few_rows(
         "x": "*bf16", "weight": f"*{kind}", "scales": "*fp32", "norm": "*bf16",
         "residual": "*bf16", "out": "*bf16", "eps": "fp32",
     } | dict.fromkeys(
-        ("shrunk", "up", "blocks", "A", "B", "slots", "ranks", "tickets"), "*bf16"
+        ("shrunk", "up", "blocks", "A", "B", "slots", "ranks", "words", "others"), "*bf16"
     )  # fmt: skip
     source = few_rows_dense._vector_kernel if rows == 1 else few_rows_dense._tensor_kernel
     kernel = compile_kernel(source, types, constants, config)

@@ -150,10 +150,12 @@ def test_products_of_few_rows_add_adapters(
         expected = F.silu(gate) * up
         weight = interleave(weight)
         case.adapters.up.copy_(interleave(case.adapters.up))
-    own = case.adapters, case.tiles, case.workspace
-    operand = RowOperand.of(*own) if tokens == 1 else shrink(x, *own)
-    found = few_rows_dense(x, weight, **options, operand=operand)
-    assert not case.workspace.tickets.any()
+    for number in range(3):  # one launch empties what the next one waits for
+        if tokens == 1:
+            operand = RowOperand.of(case.adapters, case.tiles, number)
+        else:
+            operand = shrink(x, case.adapters, case.tiles, case.workspace)
+        found = few_rows_dense(x, weight, **options, operand=operand)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 

@@ -140,10 +140,10 @@ class AdaptedProduct(ProductExtension):
         from aioinfer.kernels.adapters import RowOperand, shrink
 
         tokens = self._tokens
-        tiles, workspace = tokens.tiles_of(len(x)), tokens.workspace
+        tiles = tokens.tiles_of(len(x))
         if len(x) == 1:
-            return RowOperand.of(self._matrices(), tiles, workspace)
-        operand = shrink(x, self._matrices(), tiles, workspace, pdl=tokens.backend.pdl)
+            return RowOperand.of(self._matrices(), tiles, tokens.next_launch())
+        operand = shrink(x, self._matrices(), tiles, tokens.workspace, pdl=tokens.backend.pdl)
         assert operand is not None, "too many tokens"
         return operand
 

@@ -51,6 +51,8 @@ class AdapterTokens(Extension):
         self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tokens = 0
+        #: of products of a single token, in the planned step
+        self._launches = 0
         #: the adapter slots of a step's tokens, where graphs read them; and of the planned step,
         #: of all tokens and of the sampled ones
         self._buffer: torch.Tensor | None = None
@@ -78,7 +80,8 @@ class AdapterTokens(Extension):
         self.workspace = AdapterWorkspace.empty(tokens, layout, inputs, dtype, device)
         self._buffer = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
-        self._sampled_tiles = AdapterTiles.empty(tokens, layout, dtype, device)
+        sampled = AdapterTiles.empty(tokens, layout, dtype, device)
+        self._sampled_tiles = replace(sampled, words=self._tiles.words)
 
     @property
     def max_columned(self) -> int:
@@ -144,7 +147,7 @@ class AdapterTokens(Extension):
         if not self.is_active or slots is None:
             return
         adapters = self._assign(slots, step)
-        self._tokens = len(adapters)
+        self._tokens, self._launches = len(adapters), 0
         self._by_slot = {}
         self._given = self._sampled = adapters
         self._sort(adapters, is_sampled=False)
@@ -193,6 +196,12 @@ class AdapterTokens(Extension):
         ones."""
         tiles = self._tiles if rows == self._tokens else self._sampled_tiles
         return tiles.views(rows)
+
+    def next_launch(self) -> int:
+        """Returns the number of a launch that computes x A^T of a single token (`RowOperand.of`)."""
+        number = self._launches
+        self._launches += 1
+        return number
 
     def may_fuse(self, rows: int, columns: int, inputs: int) -> bool:
         """Whether a kernel may add the adapters to a product of so many rows in its own launch: few
