@@ -106,7 +106,7 @@ class AdapterTiles:
         rows = tokens if layout.total <= _FEW_COLUMNS else min(tokens, MAX_FUSED_ROWS)
         shrunk = torch.zeros(rows, layout.total, dtype=dtype, device=device)
         word = torch.int16 if dtype.itemsize == 2 else torch.int32
-        width = layout.modules[-1] * layout.max_rank
+        width = -(-layout.modules[-1] * layout.max_rank // 16) * 16  # halves of one alignment
         words = torch.full((2, width), MISSING, dtype=word, device=device)
         return cls(layout, order, slots, blocks, modules, shrunk, words)
 

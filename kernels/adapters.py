@@ -276,7 +276,9 @@ def put_word(words, others, at, value, MISSING: tl.constexpr):
 @triton.jit
 def wait_for_words(words, column, has, word, MISSING: tl.constexpr):
     """Returns the words [columns] that other programs of the launch write (`put_word`), as soon as
-    all of them are there; `word`: as they have been read before.
+    all of them are there; `word`: as they have been read before. There must be a column for each
+    thread at least: threads that read the same one may see it at different times, and one of them
+    would leave the loop without the others.
 
     The words carry their own flags, as in NCCL's protocol LL. The programs that write have lower
     numbers than those that wait, so that they run or have ended by then: GPUs start programs in the

@@ -349,11 +349,11 @@ def launch_few_rows(
     if rows == 1:
         assert not isinstance(operand, AdapterOperand)
         width = 0 if operand is None else operand.adapters.width
+        columns = max(triton.next_power_of_2(width), 32 * config.num_warps) if width else 1
         _vector_kernel[(programs + width,)](
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
             *row_arguments(operand, x), **constants, HAS_NORM=norm_weight is not None,
-            RUN_OF_INPUTS=RUN_OF_INPUTS, WIDTH=triton.next_power_of_2(width) if width else 1,
-            MISSING=MISSING,
+            RUN_OF_INPUTS=RUN_OF_INPUTS, WIDTH=columns, MISSING=MISSING,
             EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
             launch_pdl=pdl,
         )  # fmt: skip

@@ -198,7 +198,7 @@ class AdapterTokens(Extension):
         return tiles.views(rows)
 
     def next_launch(self) -> int:
-        """Returns the number of a launch that computes x A^T of a single token (`RowOperand.of`)."""
+        """Returns the number of the launch that computes x A^T of a single token next."""
         number = self._launches
         self._launches += 1
         return number
