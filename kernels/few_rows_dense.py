@@ -190,19 +190,10 @@ def _vector_kernel(
     w = tl.load(place, mask, 0.0)
     if GATED:
         up_w = tl.load(up_place, mask, 0.0)
-    if ADAPTED:  # rows of B, in the columns of the token's adapter
-        column = tl.arange(0, WIDTH)
-        has = column < tl.where(slot < 0, 0, width)
-        of_rows = B + lines.to(tl.int64)[:, None] * b_stride + (slot * width + column)[None, :]
-        of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
-        if GATED:
-            up_of_adapter = tl.load(of_rows + RUN * b_stride, inside[:, None] & has[None, :], 0.0)
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
-    if ADAPTED:
-        word = tl.load(words + column, has, 0, volatile=True)
     total = tl.zeros([FEATURES], tl.float32)
     up_total = tl.zeros([FEATURES], tl.float32)
     square = 0.0
@@ -212,10 +203,23 @@ def _vector_kernel(
             w = tl.load(place + begin, mask, 0.0)
             if GATED:
                 up_w = tl.load(up_place + begin, mask, 0.0)
-        value = tl.load(x + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
+        given = tl.load(x + begin + k, begin + k < INPUTS, 0.0)
+        if HAS_NORM:
+            scale = tl.load(norm + begin + k, begin + k < INPUTS, 0.0)
+        if begin == 0 and ADAPTED:  # rows of B, in the columns of the token's adapter
+            # behind the loads of x: the addresses wait for the slot
+            column = tl.arange(0, WIDTH)
+            has = column < tl.where(slot < 0, 0, width)
+            of_rows = B + lines.to(tl.int64)[:, None] * b_stride + (slot * width + column)[None, :]
+            of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
+            if GATED:
+                of_rows += RUN * b_stride
+                up_of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
+            word = tl.load(words + column, has, 0, volatile=True)
+        value = given.to(tl.float32)
         if HAS_NORM:
             square += tl.sum(value * value)
-            value = value * tl.load(norm + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
+            value = value * scale.to(tl.float32)
         total += row_sums(
             w.to(tl.float32) * value[None, :], scales, lines, begin, inside, groups,
             FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
