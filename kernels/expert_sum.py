@@ -36,37 +36,6 @@ def supports(weight: ExpertWeights) -> bool:
     return not isinstance(weight, PackedExperts)
 
 
-@triton.jit
-def _ask(place):
-    """Asks for the lines of the L2 cache at these pointers."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _prefetch(
-    weight, experts, first_expert, FEATURES: tl.constexpr, INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Asks for the program's weights in the L2 cache while the first product still runs. What the
-    routing wrote can be read: the first product began when the routing had ended."""
-    LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth  # of the cache
-    LINES: tl.constexpr = OUTPUTS * INPUTS // LINE  # of neighbouring rows
-    line = tl.arange(0, triton.next_power_of_2(LINES))
-    first = tl.program_id(0) * OUTPUTS * INPUTS
-    for j in tl.static_range(TOP_K):
-        expert = tl.load(experts + j)
-        if PARTIAL:
-            expert -= first_expert
-        is_here = (expert >= 0) & (expert < EXPERTS)
-        number = first + line * LINE
-        is_weight = is_here & (line < LINES) & (number < FEATURES * INPUTS)
-        number += tl.where(is_here, expert, 0).to(tl.int64) * (FEATURES * INPUTS)
-        _ask(tl.where(is_weight, weight + number, weight))
-
-
 @triton.jit(do_not_specialize=["first_expert"])
 def _sum_vector_kernel(
     x, weight, scales, bias, factors, experts, residual, added, out, first_expert,
@@ -81,8 +50,6 @@ def _sum_vector_kernel(
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, STEP)
     is_line = n < FEATURES
-    if PDL:
-        _prefetch(weight, experts, first_expert, FEATURES, INPUTS, OUTPUTS, TOP_K, EXPERTS, PARTIAL)
     wait_for_kernel(PDL)
     products = tl.zeros([OUTPUTS, STEP], tl.float32)
     total = tl.zeros([OUTPUTS], tl.float32)
