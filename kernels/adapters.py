@@ -217,7 +217,7 @@ def _shrink_kernel(
 
 
 @triton.jit
-def row_by_rank(
+def shrink_rank(
     x, A, norm, slot, widths, rank, modules, a_stride, slot_stride, eps,
     INPUTS: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -258,7 +258,7 @@ def _shrink_row_kernel(
     slot, rank = tl.load(slots), tl.program_id(0)
     if slot < 0:
         return
-    total = row_by_rank(
+    total = shrink_rank(
         x, A, x, slot, widths, rank, modules, a_stride, slot_stride, 0.0, INPUTS, STEP, False, PDL
     )
     tl.store(shrunk + slot * spread + rank, total.to(shrunk.dtype.element_ty))

@@ -27,7 +27,7 @@ from aioinfer.kernels.adapters import (
     operand_arguments,
     put_word,
     row_arguments,
-    row_by_rank,
+    shrink_rank,
     wait_for_words,
 )
 from aioinfer.kernels.launch import wait_for_kernel
@@ -173,7 +173,7 @@ def _vector_kernel(
         slot = tl.load(slots)
         if program < width:
             if slot >= 0:
-                of_rank = row_by_rank(
+                of_rank = shrink_rank(
                     x, A, norm, slot, ranks, program, modules, a_stride, slot_stride, eps, INPUTS,
                     STEP, HAS_NORM, PDL,
                 )  # fmt: skip
