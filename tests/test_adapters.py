@@ -334,7 +334,8 @@ def test_adapters_come_and_go(llama: Adapted, tmp_path: Path) -> None:
 
 
 def test_adapters_of_a_trainer_replace_each_other(llama: Adapted, tmp_path: Path) -> None:
-    """From memory: each version changes the next requests, and no file stays."""
+    """From memory: each version changes the next requests, and no file stays, though the model runs
+    on and no other request comes."""
     given = [
         (
             {**load_file(folder / "adapter_model.safetensors")},
@@ -352,16 +353,14 @@ def test_adapters_of_a_trainer_replace_each_other(llama: Adapted, tmp_path: Path
             llm.add_adapter("policy", tensors, config)
             folders.append(Path(llm.frontend.variants.of(Serving).get("policy").root))
             assert llm.generate([prompt], params)[0].completions[0].token_ids == text
-        gc.collect()
-        assert [folder.exists() for folder in folders[:2]] == [False, False]  # not the last two
         with pytest.raises(ConfigError, match="cannot be written"):
             llm.add_adapter("policy", tensors, {**config, "r": object()})
         llm.unload_adapter("policy")
-    deadline = time.monotonic() + 20  # threads that end may hold the last one for a while
-    while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert not any(folder.exists() for folder in folders)
+        deadline = time.monotonic() + 20  # the event loop may be in the middle of its last turn
+        while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        assert not any(folder.exists() for folder in folders)
 
 
 def halves(llm: Any) -> tuple[Planning, HostAdapters]:
@@ -376,6 +375,7 @@ def check_nothing_is_left(llm: LLM) -> None:
     planning, host = halves(llm)
     assert not {*planning._wanted, *planning._reading, *planning._read, *planning._failed}
     assert {slot.number for slot in planning._slots} == {-1}
+    assert planning._turn is None
     assert not host._kept
     assert not host._unreported
 
@@ -540,6 +540,22 @@ async def test_requests_of_one_adapter_do_not_keep_another_out(llama: Adapted) -
             for number in range(12):
                 group.create_task(run("large" if number == 2 else "small"))
         assert ended.index("large") <= 4
+
+
+async def test_a_turn_ends_with_the_request_that_waits_for_it(llama: Adapted) -> None:
+    """Else it would keep the request, and its adapter, until another one asks for the slot."""
+    async with launched(llama, **{"lora.max_adapters": 1}) as llm:
+        planning, _ = halves(llm)
+        first = asyncio.create_task(generate(llm, llama, "small", 400))
+        (engine,) = llm.frontend.engines
+        await until(lambda: engine.scheduler.num_running)
+        second = asyncio.create_task(generate(llm, llama, "large"))
+        await until(lambda: planning._turn is not None)
+        assert not first.done()
+        for task in (second, first):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert planning._turn is None
 
 
 async def test_a_pause_that_waits_is_not_kept_up_by_the_turn_of_another_adapter(

@@ -616,6 +616,25 @@ def test_requests_that_are_aborted_while_they_wait_are_not_kept():
     assert all(request.finish_reason == "length" for request in (first, *others))
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, windowed(5)), (FULL, *STATES)])
+def test_requests_that_have_ended_are_not_kept(groups):
+    """What was noted for the next plan goes with them: it may be made hours later, and until then a
+    request would keep its pictures."""
+    for num_steps in range(1, 24):
+        harness = Harness(groups=groups, max_num_seqs=2, token_budget=6, prefill_cap=6)
+        requests = [make_request(str(number), [number] * 9, 20) for number in range(3)]
+        harness.add(*requests)
+        for _ in range(num_steps):
+            harness.step()
+        for request in requests:
+            harness.scheduler.finish(request, "abort")
+        while harness.worker.results:
+            harness.update()
+        kept = [ref(request) for request in requests]
+        del request, requests
+        assert [each() for each in kept] == [None] * 3, num_steps
+
+
 # ---------------------------------------------------------------- constrained requests
 
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -348,6 +349,19 @@ def ended(planning: Planning, tokens: list[int], prompt_len: int = 1, reason: st
     request.tokens.extend(tokens[prompt_len:])
     request.end(Finish(reason))
     planning.note_end(request)
+
+
+def test_a_request_that_has_ended_is_not_kept() -> None:
+    """Not by the choice of the drafts that it had in its last step."""
+    planning = make_planning(start_times(memory_bound))
+    request = make_request("a", [1], 9)
+    enter(planning, request, Acceptance(0.9, 0.9))
+    assert planning.lookahead([request]) == {request: MOST}
+    request.end(Finish("length"))
+    planning.note_end(request)
+    kept = ref(request)
+    del request
+    assert kept() is None
 
 
 def test_the_text_of_another_request_is_sent_where_a_request_has_no_match() -> None:

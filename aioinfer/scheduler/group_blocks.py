@@ -145,6 +145,10 @@ class WindowBlocks(WholeBlocks):
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 self._moved[request] = None
 
+    def leave(self, request: Request) -> None:
+        """Forgets a request, which loses its blocks."""
+        self._moved.pop(request, None)
+
     def take_replacement_blocks(self) -> Iterator[tuple[Request, int, int, int]]:
         """See `KVCacheManager.take_replacement_blocks`."""
         moved, self._moved = self._moved, {}

@@ -298,6 +298,8 @@ class KVCacheManager:
         if request.blocks:
             if self._states is not None:
                 self._states.leave(request)
+            if self._windows is not None:
+                self._windows.leave(request)
             if self.store is not None:
                 self.store.use(request.block_hashes[: request.num_committed])
             if request.retain_s:

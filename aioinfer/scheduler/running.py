@@ -91,7 +91,7 @@ class RunningRequests:
         self.result_bytes = 0
         self.freed_slots: list[int] = []
         # requests that began a block in the last plan: others may not be read any more
-        self._advanced: list[Request] = []
+        self._advanced: dict[Request, None] = {}
         self._changes: dict[Request, _Changes] = {}
         self._num_appended = self._num_forked_entries = 0
 
@@ -121,6 +121,7 @@ class RunningRequests:
         self.num_prefill -= request.num_uncomputed
         if self._changes:  # if it is admitted again, then with all of its tokens
             self._changes.pop(request, None)
+        self._advanced.pop(request, None)
         if request.uses:
             self.result_bytes -= request.result_bytes
         self.kv_cache.free(request)
@@ -193,7 +194,7 @@ class RunningRequests:
 
     def note_advance(self, request: Request) -> None:
         """Has the next plan free the blocks that no step reads behind the row of a request."""
-        self._advanced.append(request)
+        self._advanced[request] = None
 
     def free_unread(self) -> None:
         """Frees the blocks that no step reads behind the rows of the last plan that began blocks.
@@ -201,12 +202,11 @@ class RunningRequests:
         A later plan may write to these blocks, the same plan may not: its tokens are written before
         any of them is read.
         """
-        advanced, self._advanced = self._advanced, []
+        advanced, self._advanced = self._advanced, {}
         for request in advanced:
-            if request.slot >= 0:
-                self.kv_cache.free_unread(request, request.min_computed)
-                if request.num_settled < request.num_computed and len(request.states) > 1:
-                    self._advanced.append(request)  # a step may still read the former state
+            self.kv_cache.free_unread(request, request.min_computed)
+            if request.num_settled < request.num_computed and len(request.states) > 1:
+                self._advanced[request] = None  # a step may still read the former state
 
     def can_append(self, count: int) -> bool:
         """Whether the next plan has room for so many more appended tokens."""

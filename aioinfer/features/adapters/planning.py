@@ -322,6 +322,8 @@ class Planning(StepFeature):
 
     def drop(self, request: Request) -> None:
         """See `StepFeature.drop`."""
+        if self._turn is not None and self._turn.request is request:
+            self._turn = None
         use = request.use(AdapterUse)
         if use is not None and use.adapter in self._removed:
             self.forget(use.adapter)

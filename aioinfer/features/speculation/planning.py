@@ -188,7 +188,7 @@ class Planning(StepFeature):
         self._step = self._next_probe = self._choose_at = 0
         self._interval = 0  # steps between two probes
         self._num_decodes = 0  # at the last choice
-        self._chosen: Mapping[Request, int] | None = None
+        self._chosen: dict[Request, int] | None = None  # of requests that have not ended
         # a drafter drafts behind a step for the next one, in the KV cache that all steps fill
         self._drafts_behind = speculation.has_drafter
         self._min_suffix = min_suffix_of(speculation)
@@ -210,7 +210,7 @@ class Planning(StepFeature):
 
     def restart(self) -> None:
         """See `StepFeature.restart`."""
-        self.costs = None
+        self.costs = self._chosen = None
 
     def drafts(self, request: Request, count: int) -> Sequence[int]:
         """See `StepFeature.drafts`."""
@@ -357,7 +357,11 @@ class Planning(StepFeature):
         return self._known(request).note_match(kind_of(size, self._min_suffix), self._step)
 
     def note_end(self, request: Request) -> None:
-        """See `StepFeature.note_end`. Texts of requests with errors may be wrong."""
+        """See `StepFeature.note_end`. Texts of requests with errors may be wrong. The choice lets
+        go of the request: the next one may come hours later, and until then it would keep all that
+        the request has, such as pictures."""
+        if self._chosen is not None:
+            self._chosen.pop(request, None)
         if self._ended is not None and request.finish_reason != "error" and request.num_output:
             self._ended.add(request)
 
@@ -371,7 +375,7 @@ class Planning(StepFeature):
         known = self._known(request)
         return known.acceptance[known.match]
 
-    def _choose(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
+    def _choose(self, decodes: Sequence[Request], costs: StepCosts) -> dict[Request, int] | None:
         """Returns the drafts of each request that has any, with which the step yields the most
         tokens a second."""
         rows = len(decodes)
