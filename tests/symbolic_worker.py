@@ -34,6 +34,9 @@ from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.scheduler.request import Request
 
 VOCABULARY = 50
+# Numbers, since the hash of a text differs from process to process: outputs would, too, and with
+# them how many tokens a test sees.
+_SAMPLED, _IS_RIGHT, _WRONG = 1, 2, 3
 
 
 def extend(prefix: int, token: int) -> int:
@@ -41,7 +44,7 @@ def extend(prefix: int, token: int) -> int:
 
 
 def sample(prefix: int, seed: int) -> int:
-    return hash((prefix, seed, "sampled")) % VOCABULARY
+    return hash((prefix, seed, _SAMPLED)) % VOCABULARY
 
 
 def complete(prompt: list[int], max_len: int, end_tokens: frozenset[int], seed: int) -> list[int]:
@@ -286,10 +289,8 @@ class SymbolicWorker:
     def _draft(self, slot: int, position: int) -> int:
         """Returns the draft at a position."""
         prefix = self._prefixes(slot, position)[-1]
-        is_right = hash((prefix, "draft")) % 1000 < 1000 * self.draft_quality
-        return (
-            sample(prefix, self.seeds[slot]) if is_right else hash((prefix, "wrong")) % VOCABULARY
-        )
+        is_right = hash((prefix, _IS_RIGHT)) % 1000 < 1000 * self.draft_quality
+        return sample(prefix, self.seeds[slot]) if is_right else hash((prefix, _WRONG)) % VOCABULARY
 
     def _sample_and_match(self, rows: list[tuple[int, int, int, int]]) -> list[int]:
         """Samples a token for each row, and skips the rows behind the first wrong draft."""
