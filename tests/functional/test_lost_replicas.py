@@ -108,6 +108,16 @@ class Fleet:
         await asyncio.wait_for(reply.has_begun.wait(), 60)
         return reply, reading
 
+    async def have_sent(self, member: Address, count: int) -> None:
+        """Returns when a replica has reported so many requests. To which one a request goes depends
+        on those that are known when its prompt has been encoded, in a thread."""
+
+        def num_requests() -> int:
+            load = self.gateway.router._replicas[member.name].load
+            return load.running + load.waiting
+
+        await until(lambda: num_requests() == count)
+
     async def kill(self, member: Address) -> None:
         process = self.processes.pop(member.name)
         process.kill()
@@ -312,6 +322,7 @@ async def test_replies_that_no_other_replica_may_go_on_with(config: Config) -> N
         await fleet.be(first)
         stream, reading = await fleet.begin(*logprobs)
         response = asyncio.create_task(fleet.http.post(whole[0], json=whole[1]))
+        await fleet.have_sent(first, 2)
         await fleet.be(first, second)
         fleet.processes["b"].send_signal(signal.SIGSTOP)
         await fleet.kill(first)
@@ -319,7 +330,10 @@ async def test_replies_that_no_other_replica_may_go_on_with(config: Config) -> N
         *_, error = stream.events()
         assert error["error"]["code"] == "replica_lost"
         assert stream.data.endswith(b"data: [DONE]\n\n")
-        await fleet.be(second, third)
+        # sent to the second before the third is known
+        await until(lambda: fleet.count("resumed_requests") == 1)
+        fleet.members[:] = second, third
+        await until(lambda: third.name in fleet.gateway.router.names)  # the second is silent
         async with await response as failed:
             assert failed.status == 502
             assert (await failed.json())["error"]["code"] == "replica_lost"
