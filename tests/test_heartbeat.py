@@ -18,6 +18,7 @@ from torch import multiprocessing
 
 from aioinfer.ipc import heartbeat as heartbeat_module
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
+from tests.waiting import new_shared_files, shared_files
 
 
 def test_states_of_several_ranks() -> None:
@@ -132,7 +133,7 @@ def begin_from_elsewhere(heartbeat: Heartbeat) -> None:
 
 
 def test_another_process_is_seen() -> None:
-    before = len(os.listdir("/dev/shm"))
+    before = shared_files()
     heartbeat = Heartbeat(2)
     process = multiprocessing.get_context("spawn").Process(
         target=begin_from_elsewhere, args=(heartbeat,)
@@ -144,7 +145,7 @@ def test_another_process_is_seen() -> None:
     process.close()
     heartbeat.close()
     heartbeat.close()
-    assert len(os.listdir("/dev/shm")) == before
+    assert new_shared_files(before) == set()
 
 
 def test_who_keeps_a_step_from_its_end() -> None:

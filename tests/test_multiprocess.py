@@ -41,7 +41,7 @@ from tests.executor_runs import (
     tiny_config,
     tiny_llama,
 )
-from tests.waiting import until
+from tests.waiting import new_shared_files, shared_files, until
 from tests.worker_processes import worker_processes
 
 pytestmark = [pytest.mark.longest, pytest.mark.slow]
@@ -78,11 +78,11 @@ def open_files() -> list[str]:
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test: no worker, no zombie, no shared memory."""
     monkeypatch.setattr(sys.modules[__name__], "OTHERS", psutil.Process().children(recursive=True))
-    children, shared = multiprocessing.active_children(), set(os.listdir("/dev/shm"))
+    children, shared = multiprocessing.active_children(), shared_files()
     yield
     assert workers() == []
     assert multiprocessing.active_children() == children
-    assert set(os.listdir("/dev/shm")) - shared == set()
+    assert new_shared_files(shared) == set()
 
 
 @pytest.fixture
@@ -385,11 +385,24 @@ async def test_a_worker_killed_while_starting(run: Run) -> None:
     assert run.failures == []
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
-async def test_a_start_that_is_cancelled_leaves_nothing(run: Run, delay: float) -> None:
-    start = asyncio.create_task(run.start())
-    await asyncio.sleep(delay)
-    start.cancel()
+@pytest.mark.parametrize("phase", ["begin", "spawn workers", "load weights", "allocate, warm up"])
+async def test_a_start_that_is_cancelled_leaves_nothing(run: Run, phase: str) -> None:
+    """In each of its phases, and at no fixed time: a start may be over after 0.2 s."""
+
+    def cancel_in_phase(begun: str, done: int, total: int) -> None:
+        if begun == phase and not start.cancelling():  # a second time would end the wait, too
+            assert workers()
+            start.cancel()
+
+    executor = run.executor
+    assert isinstance(executor, MultiprocessExecutor)
+    starting = executor.start(run.results.append, run.failures.append, cancel_in_phase)
+    start = asyncio.create_task(starting)
+    await asyncio.sleep(0)
+    if phase == "spawn workers":
+        await until(lambda: executor.ranks._processes)
+    if phase in ("begin", "spawn workers"):
+        start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
     assert workers() == []

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import multiprocessing
 
 from aioinfer.ipc.ring import Ring, RingFullError
+from tests.waiting import new_shared_files, shared_files
 
 
 def write(ring: Ring, *parts: bytes) -> None:
@@ -154,7 +155,7 @@ def echo(plans: Ring, results: Ring) -> None:
 
 @pytest.mark.slow
 def test_through_a_spawned_process() -> None:
-    names, descriptors = set(os.listdir("/dev/shm")), None
+    names, descriptors = shared_files(), None
     for _ in range(2):  # the first round also starts what multiprocessing keeps
         plans, results = (
             Ring(2, slot_bytes=1024, num_slots=24),
@@ -177,7 +178,7 @@ def test_through_a_spawned_process() -> None:
         results.close()
         descriptors = descriptors or open_descriptors()
     assert open_descriptors() == descriptors
-    assert set(os.listdir("/dev/shm")) == names
+    assert new_shared_files(names) == set()
 
 
 def test_a_ring_without_processes_gives_its_descriptors_back() -> None:
