@@ -253,11 +253,13 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def until_written(folder: Path) -> None:
-    """Waits until no file is added any more."""
-    before = -1
-    while before != (now := len(files_of(folder))) or not now:
-        before = now
+    """Waits until no file has been added for a second: beside other processes it takes a while."""
+    before, calm = 0, 0
+    while calm < 5:
         time.sleep(0.2)
+        now = len(files_of(folder))
+        calm = calm + 1 if now == before and now else 0
+        before = now
 
 
 @pytest.mark.parametrize(
