@@ -168,8 +168,7 @@ class RequestBodies:
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self.counts = counts
-        # glibc's function; other libraries have none
-        self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._trim = _find_malloc_trim()
         self._timer: asyncio.TimerHandle | None = None
 
     def hold(self) -> HeldBody:
@@ -186,6 +185,14 @@ class RequestBodies:
         self._timer = None
         # ctypes lets other threads run meanwhile
         asyncio.get_running_loop().run_in_executor(None, trim, 0)
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """Returns glibc's function, or None where there is none."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
 
 
 class HeldBody:

@@ -23,7 +23,7 @@ from aioinfer.api.decoding import MAX_VALUES, Body
 from aioinfer.api.messages import Message
 from aioinfer.api.prompts import Prompt, TokenId, check_prompts, check_truncation, split_prompts
 from aioinfer.engine.tools import NO_TOOLS
-from aioinfer.errors import FieldError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import (
     MAX_GRAMMAR_CHARS,
     BeamSearch,
@@ -57,10 +57,13 @@ def is_given(raw: Raw) -> bool:
 
 
 class SchemaFormat(Struct, kw_only=True):
-    """`json_schema` of a `response_format`. Its name, its description and `strict` say nothing
+    """`json_schema` of a `response_format`. The name, the description and `strict` say nothing
     about the output: a schema is always enforced."""
 
     schema: Raw
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class AnyText(Struct, tag="text"):
@@ -122,13 +125,17 @@ class StructuredOutputs(Struct, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # there is no other library to fall back to
 
     def to_grammars(self) -> list[GrammarSpec]:
         """Returns the grammars that were given. Raises `RequestError` naming the field."""
         place = "structured_outputs."
         if self.disable_additional_properties:
-            text = "is not supported: give 'additionalProperties': false in the schema"
-            raise FieldError(f"{place}disable_additional_properties", text)
+            raise RequestError(
+                "disable_additional_properties is not supported: give "
+                "'additionalProperties': false in the schema",
+                param=f"{place}disable_additional_properties",
+            )
         whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
         found = []
         if self.json_object:
@@ -151,8 +158,11 @@ def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:
     """Returns the only one of these grammars, None if there is none. Raises `RequestError` naming
     the fields if there are several."""
     if len(found) > 1:
-        others = f"and {found[0].param} cannot be combined: an output follows one grammar"
-        raise FieldError(found[1].param or "grammar", others)
+        raise RequestError(
+            f"{found[0].param} and {found[1].param} cannot be combined: an output follows one "
+            f"grammar",
+            param=found[1].param,
+        )
     return found[0] if found else None
 
 
@@ -383,9 +393,14 @@ class SamplingBody(SamplingFields, kw_only=True):
     early_stopping: bool | str | None = None
 
     @property
-    def usage(self) -> StreamOptions:
-        """Which events of a stream hold the usage."""
-        return self.stream_options or StreamOptions()
+    def include_usage(self) -> bool:
+        """Whether a stream ends with an event that holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream holds the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
         super().check()
@@ -396,7 +411,9 @@ class SamplingBody(SamplingFields, kw_only=True):
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "are not available in a stream")
         if self.use_beam_search and self.stream:
-            raise FieldError("stream", "does not go with a beam search, which is known at its end")
+            raise RequestError(
+                "a beam search cannot be streamed: its results are known at the end", param="stream"
+            )
         check_truncation(self.truncate_prompt_tokens)
 
     def grammars(self) -> list[GrammarSpec]:
@@ -438,8 +455,10 @@ def check_messages(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
         num_values += message.count_argument_values()
         if num_values > MAX_VALUES:
-            text = f"may hold at most {MAX_VALUES} values in the arguments of tool calls"
-            raise FieldError("messages", text)
+            raise RequestError(
+                f"the arguments of tool calls may hold at most {MAX_VALUES} values",
+                param="messages",
+            )
         message.check(f"messages[{index}]")
 
 

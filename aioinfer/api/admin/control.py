@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import asdict
 
 from aioinfer.api.admin.info import Status
@@ -23,7 +23,7 @@ from aioinfer.api.decoding import Body
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.model_control import Mode, ModelControl, Tag
-from aioinfer.errors import ConfigError, FieldError, RequestError
+from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
@@ -56,7 +56,7 @@ class PlacementQuery(Struct, kw_only=True):
     """The query of `/experts/placement`; the bounds, above what any server has, bound the time that
     a reply takes."""
 
-    ranks: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    ranks: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
     copies: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
@@ -282,15 +282,15 @@ async def update_weights(request: web.Request, body: UpdateWeights) -> Status:
     """Loads tensors, of which all are checked before any is. Once a layer has all of its tensors it
     computes with them. 400 for tensors that do not go with the model, or do not come in time."""
     info, control = body.update_info, _control(request)
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise RequestError("names, dtype_names and shapes differ in length", param="update_info")
     known = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
-    handles = info.ipc_handles
-    lists: list[Any] = [*known.values(), info.names if handles is None else handles]
-    if len(set(map(len, lists))) > 1:
-        raise FieldError("update_info", "has lists of different lengths")
-    if handles is None:
+    if info.ipc_handles is None:
         await control.update("receive_weights", **known, source=info.source)
+    elif len(info.ipc_handles) != len(info.names):
+        raise RequestError("names and ipc_handles differ in length", param="update_info")
     else:
-        await control.update("open_weights", **known, handles=handles)
+        await control.update("open_weights", **known, handles=info.ipc_handles)
     return Status(status="updating")
 
 
@@ -376,7 +376,9 @@ async def make_placement(request: web.Request, query: PlacementQuery) -> Placeme
     404 where nothing was counted yet, or the model has no experts.
     """
     frontend = frontend_of(request)
-    ranks, copies = query.ranks or frontend.config.parallel.tensor_parallel_size, query.copies
+    ranks, copies = query.ranks, query.copies
+    if isinstance(ranks, UnsetType):
+        ranks = frontend.config.parallel.tensor_parallel_size
     loads = [expert_load(engine) for engine in frontend.engines]
     known = [load for load in loads if load.version]
     if not known:

@@ -27,7 +27,7 @@ from aioinfer.api.generation import (
     timings,
 )
 from aioinfer.api.protocol import SamplingBody
-from aioinfer.engine.output import FIRST_VERSION, Delta, RequestOutput, StopReason
+from aioinfer.engine.output import FIRST_VERSION, Delta, RequestOutput
 
 #: Returns how many of a choice's tokens are thoughts.
 ThoughtCount = Callable[[Sequence[int]], int]
@@ -73,7 +73,7 @@ class Envelope(Struct, kw_only=True):
     object: str
     created: int
     model: str
-    system_fingerprint: str | None
+    system_fingerprint: str | None = None
 
 
 class Choice(Struct, kw_only=True):
@@ -82,7 +82,7 @@ class Choice(Struct, kw_only=True):
 
     index: int
     finish_reason: str | None
-    stop_reason: StopReason
+    stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
     features: dict[str, Any] | UnsetType = UNSET
 
@@ -93,9 +93,6 @@ class ChunkChoice(Struct, kw_only=True):
     `finish_reason`, and as the `stop_reason` the token id or string that ended the text."""
 
     index: int
-    token_ids: Sequence[int] | UnsetType = UNSET
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class Chunk(Envelope, kw_only=True):
@@ -113,7 +110,7 @@ class ChunkDialect(TextDialect[S]):
     """The words of completions and chat completions: the part that they have in common.
 
     Attributes:
-        chunk_type, writer_type: the types of a stream's chunks, and of what writes a choice.
+        chunk_type: the type of a stream's chunks.
         envelope: the fields that the reply has whatever it is.
         chunk: a chunk without choices.
         names: gives the tokens' texts in log-probabilities; None where they name ids.
@@ -121,7 +118,6 @@ class ChunkDialect(TextDialect[S]):
     """
 
     chunk_type: ClassVar[type[Chunk]]
-    writer_type: ClassVar[type[ChunkWriter]]
 
     def __init__(self, request: web.Request, body: S):
         super().__init__(request, body)
@@ -131,11 +127,12 @@ class ChunkDialect(TextDialect[S]):
             "model": self.model_name,
             "system_fingerprint": request.app[FINGERPRINTS][self.frontend.config.name],
         }
-        usage = None if body.usage.include_usage else UNSET
+        usage = None if body.include_usage else UNSET
         self.chunk = self.chunk_type(usage=usage, **self.envelope)
         self.names = None if body.return_tokens_as_token_ids else self.frontend.tokenizer
         self.writers: list[ChunkWriter] = []
         self._count_thought: ThoughtCount | None = None
+        self._with_timings = False
 
     @property
     def with_ids(self) -> bool:
@@ -153,18 +150,18 @@ class ChunkDialect(TextDialect[S]):
             "features": output.features(delta.index) or UNSET,
         }
 
-    def choice(self, output: RequestOutput, index: int) -> ChoiceWriter:
-        """See `Dialect.choice`."""
-        self.writers.append(self.writer_type(self, output, index))
-        return self.writers[-1]
+    def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
+        """See `Dialect.progress`."""
+        choice = self.writers[index].empty
+        return data_event(replace(self.chunk, choices=[choice], prompt_progress=news))
 
     async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Returns the usage, if the client wants it, and `[DONE]`."""
-        if not self.body.usage.include_usage:
+        if not self.body.include_usage:
             return DONE
         num_tokens = sum(writer.num_tokens for writer in self.writers)
         whole = usage(outputs, num_tokens, self._count_thought)
-        times = timings(outputs[0], 0, num_tokens) if self.body.timings_per_token else UNSET
+        times = timings(outputs[0], 0, num_tokens) if self._with_timings else UNSET
         return data_event(replace(self.chunk, usage=whole, timings=times)) + DONE
 
 
@@ -177,14 +174,12 @@ class ChunkWriter(ChoiceWriter):
 
     empty: ChunkChoice
 
-    def __init__(self, dialect: ChunkDialect[Any], output: RequestOutput, index: int):
-        """Makes the writer of choice `index`, which is one of an output."""
-        wanted = dialect.body.usage
+    def __init__(self, dialect: ChunkDialect[Any], output: RequestOutput, prompt: Sequence[int]):
+        """Makes the writer of a choice of an output, whose prompt has these token ids."""
+        body = dialect.body
         self._names, self._chunk = dialect.names, dialect.chunk
-        self._prompt_token_ids: Sequence[int] | None = (
-            output.prompt_token_ids if dialect.with_ids else None
-        )
-        self._usage_of = output if wanted.include_usage and wanted.continuous_usage_stats else None
+        self._prompt_token_ids = prompt if dialect.with_ids else None
+        self._usage_of = output if body.include_usage and body.continuous_usage else None
         self._is_open = False
         #: The bytes around the text of a chunk that has a text alone, and their number, once all
         #: tokens have such chunks.
@@ -195,11 +190,9 @@ class ChunkWriter(ChoiceWriter):
         """Whether the chunks of all tokens without log-probabilities have a text alone."""
         return self._prompt_token_ids is None and self._usage_of is None
 
-    def progress(self, news: PromptProgress) -> bytes:
-        """See `ChoiceWriter.progress`."""
-        return self.event(self.empty, prompt_progress=news)
-
-    def frame(self, text: str, token: int, reason: str | None, stop_reason: StopReason) -> bytes:
+    def frame(
+        self, text: str, token: int, reason: str | None, stop_reason: int | str | None
+    ) -> bytes:
         """See `ChoiceWriter.frame`."""
         if self._around is None or reason is not None:
             return super().frame(text, token, reason, stop_reason)
