@@ -78,8 +78,8 @@ class RowOperand:
     Attributes:
         adapters: of all slots.
         slots: int32, the first is the slot of the token; negative for none.
-        words: integers of x's size [modules * max_rank] that are all MISSING: the launch writes
-            x A^T there, which other programs of the launch wait for.
+        words: integers of x's size, modules * max_rank at least, that are all MISSING: the launch
+            writes x A^T there, which other programs of the launch wait for.
         others: those of the launch before, which this one sets to MISSING.
     """
 

@@ -158,6 +158,21 @@ def _add_adapters(
 
 
 @triton.jit
+def _rows_of_adapter(
+    B, lines, inside, column, has, b_stride, GATED: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    """Returns rows [FEATURES, WIDTH] of B, in the columns of an adapter, and with a gate those of
+    its second half, else the same."""
+    place = B + lines.to(tl.int64)[:, None] * b_stride + column[None, :]
+    rows = tl.load(place, inside[:, None] & has[None, :], 0.0)
+    up_rows = rows
+    if GATED:
+        place += RUN * b_stride
+        up_rows = tl.load(place, inside[:, None] & has[None, :], 0.0)
+    return rows, up_rows
+
+
+@triton.jit
 def _vector_kernel(
     x, weight, scales, norm, residual, out, features, groups, eps,
     A, B, words, others, slots, ranks, modules, width, b_stride, a_stride, slot_stride,
@@ -206,15 +221,12 @@ def _vector_kernel(
         given = tl.load(x + begin + k, begin + k < INPUTS, 0.0)
         if HAS_NORM:
             scale = tl.load(norm + begin + k, begin + k < INPUTS, 0.0)
-        if begin == 0 and ADAPTED:  # rows of B, in the columns of the token's adapter
-            # behind the loads of x: the addresses wait for the slot
+        if begin == 0 and ADAPTED:  # behind the loads of x: the addresses wait for the slot
             column = tl.arange(0, WIDTH)
             has = column < tl.where(slot < 0, 0, width)
-            of_rows = B + lines.to(tl.int64)[:, None] * b_stride + (slot * width + column)[None, :]
-            of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
-            if GATED:
-                of_rows += RUN * b_stride
-                up_of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
+            of_adapter, up_of_adapter = _rows_of_adapter(
+                B, lines, inside, slot * width + column, has, b_stride, GATED, RUN
+            )
             word = tl.load(words + column, has, 0, volatile=True)
         value = given.to(tl.float32)
         if HAS_NORM:
@@ -321,6 +333,12 @@ def _tensor_kernel(
     )  # fmt: skip
 
 
+def adapter_columns(width: int, num_warps: int) -> int:
+    """Returns the columns of the tile of B for an adapter with `width` columns: one for each thread
+    at least (`adapters.wait_for_words`)."""
+    return max(triton.next_power_of_2(width), 32 * num_warps)
+
+
 def launch_few_rows(
     x: torch.Tensor,
     values: torch.Tensor,
@@ -353,7 +371,7 @@ def launch_few_rows(
     if rows == 1:
         assert not isinstance(operand, AdapterOperand)
         width = 0 if operand is None else operand.adapters.width
-        columns = max(triton.next_power_of_2(width), 32 * config.num_warps) if width else 1
+        columns = adapter_columns(width, config.num_warps) if width else 1
         _vector_kernel[(programs + width,)](
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
             *row_arguments(operand, x), **constants, HAS_NORM=norm_weight is not None,

@@ -90,12 +90,9 @@ def test_products_of_few_rows(
     }  # fmt: skip
     if rows == 1:
         constants |= {
-            "HAS_NORM": normed,
-            "RUN_OF_INPUTS": 16,
-            "EARLY_TRIGGER": False,
-            "WIDTH": 1,
+            "HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False, "WIDTH": 1,
             "MISSING": -1,
-        }
+        }  # fmt: skip
     else:
         constants |= {"ROWS_PAD": rows, "BLOCK": 64}
     constants["ADAPTED"] = False

@@ -10,6 +10,7 @@ from aioinfer.kernels.adapter_slots import ProductRows, SlotRows, enter_slot
 from aioinfer.kernels.adapter_tiles import (
     BLOCK,
     MAX_FUSED_ROWS,
+    MISSING,
     AdapterTiles,
     RankLayout,
     assign_adapters,
@@ -87,10 +88,12 @@ def test_blocks_of_ranks_are_those_of_the_adapters(num_slots: int, max_rank: int
     ranks = torch.tensor([max_rank - number for number in range(num_slots)], dtype=torch.int32)
     tiles = AdapterTiles.empty(16, layout, torch.float32, CPU)
     tiles.shrunk.fill_(7.0)
+    tiles.words.fill_(7)
     for used in ([], [0], [num_slots - 1, 1], list(range(num_slots))):
         adapters = torch.tensor([*used, -1], dtype=torch.int32)
         sort_by_adapter(adapters, tiles, ranks)
         assert not tiles.shrunk[: len(adapters)].any()
+        assert (tiles.words == MISSING).all()
         for modules in layout.modules:
             expected = set()
             for slot in used:
@@ -156,6 +159,8 @@ def test_products_of_few_rows_add_adapters(
         else:
             operand = shrink(x, case.adapters, case.tiles, case.workspace)
         found = few_rows_dense(x, weight, **options, operand=operand)
+        if isinstance(operand, RowOperand):
+            assert (operand.others[: case.adapters.width] == MISSING).all()
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 
