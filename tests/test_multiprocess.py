@@ -390,7 +390,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(run: Run, phase: str) ->
     """In each of its phases, and at no fixed time: a start may be over after 0.2 s."""
 
     def cancel_in_phase(begun: str, done: int, total: int) -> None:
-        if begun == phase and not start.cancelling():  # a second time would end the wait, too
+        if begun == phase and not start.cancelling():
             assert workers()
             start.cancel()
 
@@ -405,6 +405,23 @@ async def test_a_start_that_is_cancelled_leaves_nothing(run: Run, phase: str) ->
         start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
+    assert workers() == []
+
+
+async def test_a_start_that_is_cancelled_again_waits_for_the_end_of_its_workers(run: Run) -> None:
+    executor = run.executor
+    assert isinstance(executor, MultiprocessExecutor)
+    start = asyncio.create_task(run.start())
+    await until(lambda: len(workers()) == 2)
+    start.cancel()
+    await until(lambda: executor._ending)
+    for _ in range(3):
+        start.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert executor._ending is not None
+    assert executor._ending.done()
     assert workers() == []
 
 

@@ -162,13 +162,14 @@ class WorkerExecutor:
         on_failure: Callable[[Exception], None],
         on_progress: ProgressCallback,
     ) -> WorkerReport:
-        """See `Executor.start`. If it raises, or is cancelled, the workers are gone."""
+        """See `Executor.start`. If it raises, or is cancelled, the workers are gone, however often
+        it is cancelled."""
         self._loop = asyncio.get_running_loop()
         self._on_result, self._on_failure, self._on_progress = on_result, on_failure, on_progress
         try:
             report = await self._start()
         except BaseException:
-            await self.shutdown()
+            await self._shut_down_uncancelled()
             raise
         self._started = True
         for host in self.hosts:
@@ -428,6 +429,19 @@ class WorkerExecutor:
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._shut_down())
         await asyncio.shield(self._ending)
+
+    async def _shut_down_uncancelled(self) -> None:
+        """Shuts down, and raises a cancellation that comes meanwhile only behind that."""
+        ending = asyncio.ensure_future(self.shutdown())
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.wait([ending])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        ending.result()
+        if cancelled is not None:
+            raise cancelled
 
     async def _shut_down(self) -> None:
         self._news.set()  # a call would wait for its answers
