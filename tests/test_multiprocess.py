@@ -25,12 +25,14 @@ import psutil
 import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
-from aioinfer.executor import worker_executor
+from aioinfer.executor import host_ranks, worker_executor
 from aioinfer.executor.fork_server import without_main_module
+from aioinfer.executor.host_ranks import RankProcess, spawn
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
 from aioinfer.ipc.heartbeat import ProcessMonitor
 from aioinfer.ipc.plan import StepResult
+from aioinfer.worker.worker_spec import WorkerSpec
 from tests.executor_runs import (
     Run,
     broken_plan,
@@ -42,7 +44,7 @@ from tests.executor_runs import (
     tiny_llama,
 )
 from tests.waiting import new_shared_files, shared_files, until
-from tests.worker_processes import worker_processes
+from tests.worker_processes import living, worker_processes
 
 pytestmark = [pytest.mark.longest, pytest.mark.slow]
 
@@ -423,6 +425,53 @@ async def test_a_start_that_is_cancelled_again_waits_for_the_end_of_its_workers(
     assert executor._ending is not None
     assert executor._ending.done()
     assert workers() == []
+
+
+class ProcessToldLate:
+    """A rank's process whose exit status is told only once `told` is set."""
+
+    def __init__(self, process: RankProcess):
+        self.told = threading.Event()
+        self._process = process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def join(self, timeout: float | None = None) -> None:
+        if timeout == host_ranks._STATUS_TIMEOUT_S:
+            assert self.told.wait(30)
+        self._process.join(timeout)
+
+
+async def test_a_rank_that_ends_while_the_host_ends(run: Run) -> None:
+    """Nothing waits for its exit status any more, with its process closed."""
+    executor, processes = run.executor, list[ProcessToldLate]()
+    assert isinstance(executor, MultiprocessExecutor)
+
+    def launch(spec: WorkerSpec) -> RankProcess:
+        processes.append(ProcessToldLate(spawn(spec)))
+        return processes[-1]
+
+    ranks, errors = executor.ranks, list[Any]()
+    ranks._launch = launch
+    await run.start()
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+    rank_0, rank_1 = workers()
+    rank_0.kill()
+    await until(lambda: ranks._exits)
+    ending = asyncio.create_task(executor.shutdown())
+    await asyncio.sleep(0)
+    rank_1.kill()
+    await until(lambda: not living([rank_1]))
+    await asyncio.sleep(0.01)  # for the event loop to see it, if it still watches
+    processes[0].told.set()
+    await ending
+    waits = [told for told in ranks._exits if not told.done()]
+    processes[1].told.set()
+    await asyncio.gather(*waits)
+    await asyncio.sleep(0)
+    assert waits == []
+    assert errors == []
 
 
 async def test_no_descriptor_is_left(folder: Path) -> None:

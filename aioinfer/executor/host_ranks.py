@@ -340,8 +340,6 @@ class HostRanks:
         if self._spawning is not None:
             # a cancelled start may still be spawning; Ctrl-C may have ended the fork server
             await asyncio.gather(self._spawning, return_exceptions=True)
-        if self._exits:
-            await asyncio.wait(self._exits)
         if self._is_watched:
             loop = asyncio.get_running_loop()
             for fd in [
@@ -350,6 +348,8 @@ class HostRanks:
                 *self._pidfds,
             ]:
                 loop.remove_reader(fd)
+        if self._exits:  # of which there are no more: nothing may use a process that is closed
+            await asyncio.wait(self._exits)
         await asyncio.to_thread(self._end_all)
 
     def _end_all(self) -> None:
