@@ -343,13 +343,14 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
         id="cmpl-0123456789abcdef01234567",
         created=int(time.time()),
         model="m",
+        system_fingerprint=None,
     )
     body = CompletionRequest(prompt="", stream=True)
-    dialect: Any = SimpleNamespace(body=body, chunk=chunk, names=None, with_ids=False)
+    dialect: Any = SimpleNamespace(body=body, chunk=chunk, names=None, with_ids=False, echoes=[""])
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
     for number in range(streams):
         output = await frontend.submit([number + 5] * PROMPT_LEN, params)
-        writer = CompletionWriter(dialect, output, 0, [], "")
+        writer = CompletionWriter(dialect, output, 0)
         output.attach(DirectSink(NoTransport(), [writer]))  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()

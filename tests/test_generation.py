@@ -48,6 +48,7 @@ OUTPUT = cast(
     RequestOutput,
     SimpleNamespace(
         prompt_token_ids=[7, 8], num_cached_tokens=1, predicted_counts=None, weight_versions=[],
+        params=SimpleNamespace(n=4),
     ),
 )  # fmt: skip
 
@@ -56,16 +57,17 @@ def text_writer(echo: str = "2 + 2", index: int = 0, **fields: Any) -> ChoiceWri
     dialect = CompletionDialect.__new__(CompletionDialect)
     dialect.frontend = cast(Any, SimpleNamespace(tokenizer=object()))
     dialect.body = CompletionRequest(prompt="2 + 2", stream=True, **fields)
-    usage = None if dialect.body.include_usage else UNSET
+    usage = None if dialect.body.usage.include_usage else UNSET
     dialect.chunk, dialect.names = CompletionChunk(**SHARED, usage=usage), None
-    return CompletionWriter(dialect, OUTPUT, index, [7, 8], echo)
+    dialect.echoes = [echo]
+    return CompletionWriter(dialect, OUTPUT, index)
 
 
 def chat_writer(*, parses: bool = True, **fields: Any) -> ChatWriter:
     dialect = ChatDialect.__new__(ChatDialect)
     dialect.frontend = cast(Any, SimpleNamespace(tokenizer=None, message_format=FORMAT))
     dialect.body = replace(decode(MESSAGES, ChatRequest), **fields)
-    dialect.chunk = ChatChunk(id="chatcmpl-1", created=1, model="m")
+    dialect.chunk = ChatChunk(id="chatcmpl-1", created=1, model="m", system_fingerprint=None)
     dialect.names = None
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=parses)
     return ChatWriter(dialect, OUTPUT, 1)

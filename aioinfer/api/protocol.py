@@ -393,14 +393,9 @@ class SamplingBody(SamplingFields, kw_only=True):
     early_stopping: bool | str | None = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with an event that holds the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every event of a stream holds the usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+    def usage(self) -> StreamOptions:
+        """Which events of a stream hold the usage."""
+        return self.stream_options or StreamOptions()
 
     def check(self) -> None:
         super().check()

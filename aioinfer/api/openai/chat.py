@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from aioinfer.api.generation import ChoiceWriter, Generation
+from aioinfer.api.generation import Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import Message, TextPart, template_messages
 from aioinfer.api.openai import chunks
@@ -142,9 +142,6 @@ class ChatChunkChoice(chunks.ChunkChoice, kw_only=True):
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    token_ids: Sequence[int] | UnsetType = UNSET
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatChunk(chunks.Chunk, kw_only=True):
@@ -176,107 +173,10 @@ class ChatCompletion(chunks.Envelope, kw_only=True):
     """The reply of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
-    system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: chunks.Usage
     prompt_logprobs: list[Any] | None
     prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatDialect(chunks.ChunkDialect[ChatRequest]):
-    """Answers a conversation n times.
-
-    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
-    """
-
-    body_type = ChatRequest
-    reply_type = ChatCompletion
-    id_prefix = "chatcmpl-"
-    chunk_type = ChatChunk
-    event_types = (ChatChunk,)
-
-    def __init__(self, request: web.Request, body: ChatRequest):
-        super().__init__(request, body)
-        self._with_timings = bool(body.timings_per_token)
-
-    @property
-    def thought_budget(self) -> int | None:
-        """See `TextDialect.thought_budget`."""
-        return self.body.thought_budget
-
-    @classmethod
-    async def encode(cls, frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[list[int]]:
-        """See `TextDialect.encode`."""
-        messages, options = await template_messages(body.messages), body.template_options()
-        limit = max_uncut(body)
-        ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
-        if limit is None:
-            return [ids]
-        return [cut(frontend, body, ids, body.prompt_room(frontend.max_model_len))]
-
-    async def decode(self) -> Generation | web.StreamResponse:
-        """See `Dialect.decode`."""
-        found = await super().decode()
-        if self.turn.parses and self.frontend.message_format.has_thoughts:
-            self._count_thought = partial(num_thought_tokens, self.frontend, self.turn)
-        if self.body.prediction is not None and isinstance(found, Generation):
-            text = self.body.prediction.text[:_MAX_PREDICTION]
-            tokens = tuple(await self.frontend.encode(text, add_special_tokens=False))
-            params = dataclasses.replace(found.params, predicted_tokens=tokens)
-            return dataclasses.replace(found, params=params)
-        return found
-
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
-        """See `Dialect.choice`."""
-        writer = ChatWriter(self, output, index)
-        self.writers.append(writer)
-        return writer
-
-    async def whole(
-        self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
-    ) -> ChatCompletion:
-        """See `Dialect.whole`."""
-        (output,), num_top = outputs, self.body.prompt_logprobs
-        num_tokens = sum(len(choice.token_ids) for choice in choices)
-        return ChatCompletion(
-            **self.envelope,
-            choices=[
-                await self._choice(output, index, delta) for index, delta in enumerate(choices)
-            ],
-            usage=chunks.usage(outputs, num_tokens, self._count_thought),
-            prompt_logprobs=await prompt_logprobs(self.names, output.prompt_scores, num_top),
-            prompt_token_ids=self.turn.prompt if self.with_ids else UNSET,
-        )
-
-    async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
-        """Returns a choice of a reply: the message, the ids of its tokens and their
-        log-probabilities."""
-        message = AssistantMessage(content=delta.text)
-        fields = self.choice_fields(output, index, delta)
-        if self.turn.parses:
-            parsed = await parse_message(self.frontend, self.turn, delta.text)
-            message.content = parsed.content_or_none
-            if parsed.reasoning:
-                message.reasoning_content = message.reasoning = parsed.reasoning
-            if parsed.calls:
-                message.tool_calls = [
-                    _call(call.id, call.name, call.arguments) for call in parsed.calls
-                ]
-                fields["finish_reason"] = _finish_reason(
-                    delta.finish_reason or "stop", delta.stop_reason, parsed.calls[-1].arguments
-                )
-        tokens = delta.logprobs or ()
-        logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
-        return ChatChoice(message=message, logprobs=logprobs if tokens else None, **fields)
-
-
-def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -> str:
-    """Returns OpenAI's reason for the end of a message whose last call has these arguments: a stop
-    string of the request may have cut them off."""
-    if reason != "stop":
-        return reason
-    is_cut = isinstance(stop_reason, str) and not are_whole(arguments)
-    return reason if is_cut else "tool_calls"
 
 
 class ChatWriter(chunks.ChunkWriter):
@@ -284,7 +184,7 @@ class ChatWriter(chunks.ChunkWriter):
     back has no chunk."""
 
     def __init__(self, dialect: ChatDialect, output: RequestOutput, index: int):
-        super().__init__(dialect, output, dialect.turn.prompt)
+        super().__init__(dialect, output, index)
         self.empty = ChatChunkChoice(index=index, delta=ChatDelta())
         self._frontend, self._parses = dialect.frontend, dialect.turn.parses
         self._parser = make_parser(dialect.frontend, dialect.turn)
@@ -344,6 +244,92 @@ class ChatWriter(chunks.ChunkWriter):
                 for call in delta.calls
             ]
         return found
+
+
+class ChatDialect(chunks.ChunkDialect[ChatRequest]):
+    """Answers a conversation n times.
+
+    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
+    """
+
+    body_type = ChatRequest
+    reply_type = ChatCompletion
+    id_prefix = "chatcmpl-"
+    chunk_type, writer_type = ChatChunk, ChatWriter
+    event_types = (ChatChunk,)
+
+    @property
+    def thought_budget(self) -> int | None:
+        """See `TextDialect.thought_budget`."""
+        return self.body.thought_budget
+
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[list[int]]:
+        """See `TextDialect.encode`."""
+        messages, options = await template_messages(body.messages), body.template_options()
+        limit = max_uncut(body)
+        ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
+        if limit is None:
+            return [ids]
+        return [cut(frontend, body, ids, body.prompt_room(frontend.max_model_len))]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        found = await super().decode()
+        if self.turn.parses and self.frontend.message_format.has_thoughts:
+            self._count_thought = partial(num_thought_tokens, self.frontend, self.turn)
+        if self.body.prediction is not None and isinstance(found, Generation):
+            text = self.body.prediction.text[:_MAX_PREDICTION]
+            tokens = tuple(await self.frontend.encode(text, add_special_tokens=False))
+            params = dataclasses.replace(found.params, predicted_tokens=tokens)
+            return dataclasses.replace(found, params=params)
+        return found
+
+    async def whole(
+        self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
+    ) -> ChatCompletion:
+        """See `Dialect.whole`."""
+        (output,), num_top = outputs, self.body.prompt_logprobs
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        return ChatCompletion(
+            **self.envelope,
+            choices=[
+                await self._choice(output, index, delta) for index, delta in enumerate(choices)
+            ],
+            usage=chunks.usage(outputs, num_tokens, self._count_thought),
+            prompt_logprobs=await prompt_logprobs(self.names, output.prompt_scores, num_top),
+            prompt_token_ids=output.prompt_token_ids if self.with_ids else UNSET,
+        )
+
+    async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
+        """Returns a choice of a reply: the message, the ids of its tokens and their
+        log-probabilities."""
+        message = AssistantMessage(content=delta.text)
+        fields = self.choice_fields(output, index, delta)
+        if self.turn.parses:
+            parsed = await parse_message(self.frontend, self.turn, delta.text)
+            message.content = parsed.content_or_none
+            if parsed.reasoning:
+                message.reasoning_content = message.reasoning = parsed.reasoning
+            if parsed.calls:
+                message.tool_calls = [
+                    _call(call.id, call.name, call.arguments) for call in parsed.calls
+                ]
+                fields["finish_reason"] = _finish_reason(
+                    delta.finish_reason or "stop", delta.stop_reason, parsed.calls[-1].arguments
+                )
+        tokens = delta.logprobs or ()
+        logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
+        return ChatChoice(message=message, logprobs=logprobs if tokens else None, **fields)
+
+
+def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -> str:
+    """Returns OpenAI's reason for the end of a message whose last call has these arguments: a stop
+    string of the request may have cut them off."""
+    if reason != "stop":
+        return reason
+    is_cut = isinstance(stop_reason, str) and not are_whole(arguments)
+    return reason if is_cut else "tool_calls"
 
 
 def _call(id: str, name: str, arguments: str, index: int | UnsetType = UNSET) -> ChatCall:

@@ -73,7 +73,7 @@ class Envelope(Struct, kw_only=True):
     object: str
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: str | None
 
 
 class Choice(Struct, kw_only=True):
@@ -93,6 +93,9 @@ class ChunkChoice(Struct, kw_only=True):
     `finish_reason`, and as the `stop_reason` the token id or string that ended the text."""
 
     index: int
+    token_ids: Sequence[int] | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class Chunk(Envelope, kw_only=True):
@@ -110,7 +113,7 @@ class ChunkDialect(TextDialect[S]):
     """The words of completions and chat completions: the part that they have in common.
 
     Attributes:
-        chunk_type: the type of a stream's chunks.
+        chunk_type, writer_type: the types of a stream's chunks, and of what writes a choice.
         envelope: the fields that the reply has whatever it is.
         chunk: a chunk without choices.
         names: gives the tokens' texts in log-probabilities; None where they name ids.
@@ -118,6 +121,7 @@ class ChunkDialect(TextDialect[S]):
     """
 
     chunk_type: ClassVar[type[Chunk]]
+    writer_type: ClassVar[type[ChunkWriter]]
 
     def __init__(self, request: web.Request, body: S):
         super().__init__(request, body)
@@ -127,12 +131,11 @@ class ChunkDialect(TextDialect[S]):
             "model": self.model_name,
             "system_fingerprint": request.app[FINGERPRINTS][self.frontend.config.name],
         }
-        usage = None if body.include_usage else UNSET
+        usage = None if body.usage.include_usage else UNSET
         self.chunk = self.chunk_type(usage=usage, **self.envelope)
         self.names = None if body.return_tokens_as_token_ids else self.frontend.tokenizer
         self.writers: list[ChunkWriter] = []
         self._count_thought: ThoughtCount | None = None
-        self._with_timings = False
 
     @property
     def with_ids(self) -> bool:
@@ -150,6 +153,11 @@ class ChunkDialect(TextDialect[S]):
             "features": output.features(delta.index) or UNSET,
         }
 
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
+        """See `Dialect.choice`."""
+        self.writers.append(self.writer_type(self, output, index))
+        return self.writers[-1]
+
     def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
         """See `Dialect.progress`."""
         choice = self.writers[index].empty
@@ -157,11 +165,11 @@ class ChunkDialect(TextDialect[S]):
 
     async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Returns the usage, if the client wants it, and `[DONE]`."""
-        if not self.body.include_usage:
+        if not self.body.usage.include_usage:
             return DONE
         num_tokens = sum(writer.num_tokens for writer in self.writers)
         whole = usage(outputs, num_tokens, self._count_thought)
-        times = timings(outputs[0], 0, num_tokens) if self._with_timings else UNSET
+        times = timings(outputs[0], 0, num_tokens) if self.body.timings_per_token else UNSET
         return data_event(replace(self.chunk, usage=whole, timings=times)) + DONE
 
 
@@ -174,12 +182,14 @@ class ChunkWriter(ChoiceWriter):
 
     empty: ChunkChoice
 
-    def __init__(self, dialect: ChunkDialect[Any], output: RequestOutput, prompt: Sequence[int]):
-        """Makes the writer of a choice of an output, whose prompt has these token ids."""
-        body = dialect.body
+    def __init__(self, dialect: ChunkDialect[Any], output: RequestOutput, index: int):
+        """Makes the writer of choice `index`, which is one of an output."""
+        wanted = dialect.body.usage
         self._names, self._chunk = dialect.names, dialect.chunk
-        self._prompt_token_ids = prompt if dialect.with_ids else None
-        self._usage_of = output if body.include_usage and body.continuous_usage else None
+        self._prompt_token_ids: Sequence[int] | None = (
+            output.prompt_token_ids if dialect.with_ids else None
+        )
+        self._usage_of = output if wanted.include_usage and wanted.continuous_usage_stats else None
         self._is_open = False
         #: The bytes around the text of a chunk that has a text alone, and their number, once all
         #: tokens have such chunks.

@@ -7,12 +7,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from aioinfer.api.generation import ChoiceWriter, Generation
+from aioinfer.api.generation import Generation
 from aioinfer.api.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
@@ -105,7 +106,6 @@ class Completion(chunks.Envelope, kw_only=True):
     """The reply of `/v1/completions`."""
 
     object: Literal["text_completion"] = "text_completion"
-    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: chunks.Usage
 
@@ -115,10 +115,7 @@ class CompletionChunkChoice(chunks.ChunkChoice, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None = None
-    token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class CompletionChunk(chunks.Chunk, kw_only=True):
@@ -168,14 +165,6 @@ def _ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, .
     return tokenizer.fill_in_middle.ends
 
 
-def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:
-    """Returns the parameters with which `best_of` sequences are sampled, of which the n best are
-    returned."""
-    if best_of == params.n:
-        return params
-    return dataclasses.replace(params, n=best_of, logprobs=params.logprobs or 0)
-
-
 def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> Sequence[Delta]:
     """Returns the n of each prompt's `best_of` candidates whose tokens have the highest mean
     log-probability, the best first (OpenAI's rule)."""
@@ -193,7 +182,7 @@ def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> 
 
 def _mean_logprob(delta: Delta) -> float:
     found = [token.logprob for token in delta.logprobs or ()]
-    return sum(found) / len(found) if found else -math.inf
+    return fmean(found) if found else -math.inf
 
 
 async def _text_of(frontend: Frontend, prompt: Prompt, ids: Sequence[int]) -> str:
@@ -203,111 +192,16 @@ async def _text_of(frontend: Frontend, prompt: Prompt, ids: Sequence[int]) -> st
     return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, ids, False)
 
 
-class CompletionDialect(chunks.ChunkDialect[CompletionRequest]):
-    """Completes each prompt n times."""
-
-    body_type = CompletionRequest
-    reply_type = Completion
-    text_field = None
-    id_prefix = "cmpl-"
-    chunk_type = CompletionChunk
-    event_types = (CompletionChunk,)
-
-    @property
-    def with_ids(self) -> bool:
-        """See `ChunkDialect.with_ids`; without a tokenizer there is nothing else."""
-        return super().with_ids or self.frontend.tokenizer is None
-
-    @classmethod
-    async def encode(
-        cls, frontend: Frontend, body: CompletionRequest, use: ToolUse
-    ) -> list[list[int]]:
-        """See `TextDialect.encode`."""
-        if body.suffix:
-            return await _with_suffix(frontend, body, body.suffix)
-        limit, specials = max_uncut(body), body.add_special_tokens is not False
-        ids = await encode_prompts(frontend, body.prompts(), "prompt", specials, max_tokens=limit)
-        if limit is None:
-            return ids
-        kept = body.prompt_room(frontend.max_model_len)
-        return [cut(frontend, body, prompt, kept) for prompt in ids]
-
-    async def decode(self) -> Generation:
-        """See `Dialect.decode`."""
-        body, frontend = self.body, self.frontend
-        # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
-        self._prompts = ids = await self.encode(frontend, body, body.tool_use())
-        self._params = params = _sampling_params(frontend, body, max(map(len, ids)))
-        #: The texts that the choices of each prompt begin with.
-        self._echoes = [""] * len(ids)
-        if body.echo:
-            given = body.prompts() if body.truncate_prompt_tokens is None else ids
-            pairs = zip(given, ids, strict=True)
-            self._echoes = [await _text_of(frontend, *pair) for pair in pairs]
-        # of a beam search `best_of` is the width: it returns the n best itself
-        best_of = None if body.use_beam_search else body.best_of
-        self._num_candidates = best_of or params.n
-        return self.generation(ids, _with_candidates(params, self._num_candidates))
-
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
-        """See `Dialect.choice`."""
-        number = index // self._params.n
-        writer = CompletionWriter(self, output, index, self._prompts[number], self._echoes[number])
-        self.writers.append(writer)
-        return writer
-
-    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Completion:
-        """See `Dialect.whole`."""
-        n = self._params.n
-        num_tokens = sum(len(choice.token_ids) for choice in choices)
-        best = _best(choices, self._num_candidates, self._params)
-        num_top = self.body.prompt_logprobs
-        of_prompts = [
-            await prompt_logprobs(self.names, each.prompt_scores, num_top) for each in outputs
-        ]
-        return Completion(
-            **self.envelope,
-            choices=[
-                CompletionChoice(
-                    text=self._echoes[index // n] + delta.text,
-                    logprobs=await self._logprobs(outputs[index // n], delta),
-                    prompt_token_ids=self._prompts[index // n] if self.with_ids else UNSET,
-                    prompt_logprobs=of_prompts[index // n],
-                    **self.choice_fields(outputs[index // n], index, delta),
-                )
-                for index, delta in enumerate(best)
-            ],
-            usage=chunks.usage(outputs, num_tokens),
-        )
-
-    async def _logprobs(self, output: RequestOutput, delta: Delta) -> CompletionLogprobs | None:
-        """Returns the log-probabilities of a choice, its echoed prompt included."""
-        scores, body = output.prompt_scores, self.body
-        generated = delta.logprobs or ()
-        if body.logprobs is not None and body.echo and scores is not None:
-            return await echoed_logprobs(self.names, scores, body.logprobs, generated)
-        if not generated:
-            return None
-        return await formatted(generated, partial(completion_logprobs, self.names, generated, 0))
-
-
 class CompletionWriter(chunks.ChunkWriter):
     """Writes a choice that may begin with its prompt, and the log-probabilities of that, which are
     known with the first delta. A token whose text is held back has a chunk too, so that clients can
     count tokens."""
 
-    def __init__(
-        self,
-        dialect: CompletionDialect,
-        output: RequestOutput,
-        index: int,
-        prompt: Sequence[int],
-        echo: str,
-    ):
-        """Makes the writer of choice `index`, which begins with `echo`."""
-        super().__init__(dialect, output, prompt)
+    def __init__(self, dialect: CompletionDialect, output: RequestOutput, index: int):
+        super().__init__(dialect, output, index)
         self.empty = CompletionChunkChoice(index=index, text="")
-        self._echo, self._num_top = echo, dialect.body.logprobs
+        self._echo = dialect.echoes[index // output.params.n]
+        self._num_top = dialect.body.logprobs
         # has the log-probabilities of the prompt, if they are shown
         is_scored = dialect.body.echo and self._num_top is not None
         self._echo_logprobs_of = output if is_scored else None
@@ -343,3 +237,92 @@ class CompletionWriter(chunks.ChunkWriter):
         """See `ChunkWriter.logprobs`."""
         offset, self._text_offset = self._text_offset, self._text_offset + len(delta.text)
         return completion_logprobs(self._names, delta.logprobs or (), offset)
+
+
+class CompletionDialect(chunks.ChunkDialect[CompletionRequest]):
+    """Completes each prompt n times.
+
+    Attributes:
+        echoes: the texts that the choices of each prompt begin with.
+    """
+
+    body_type = CompletionRequest
+    reply_type = Completion
+    text_field = None
+    id_prefix = "cmpl-"
+    chunk_type, writer_type = CompletionChunk, CompletionWriter
+    event_types = (CompletionChunk,)
+
+    @property
+    def with_ids(self) -> bool:
+        """See `ChunkDialect.with_ids`; without a tokenizer there is nothing else."""
+        return super().with_ids or self.frontend.tokenizer is None
+
+    @classmethod
+    async def encode(
+        cls, frontend: Frontend, body: CompletionRequest, use: ToolUse
+    ) -> list[list[int]]:
+        """See `TextDialect.encode`."""
+        if body.suffix:
+            return await _with_suffix(frontend, body, body.suffix)
+        limit, specials = max_uncut(body), body.add_special_tokens is not False
+        ids = await encode_prompts(frontend, body.prompts(), "prompt", specials, max_tokens=limit)
+        if limit is None:
+            return ids
+        kept = body.prompt_room(frontend.max_model_len)
+        return [cut(frontend, body, prompt, kept) for prompt in ids]
+
+    async def decode(self) -> Generation:
+        """See `Dialect.decode`."""
+        body, frontend = self.body, self.frontend
+        # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
+        ids = await self.encode(frontend, body, body.tool_use())
+        self._params = params = _sampling_params(frontend, body, max(map(len, ids)))
+        self.echoes = [""] * len(ids)
+        if body.echo:
+            given = body.prompts() if body.truncate_prompt_tokens is None else ids
+            pairs = zip(given, ids, strict=True)
+            self.echoes = [await _text_of(frontend, *pair) for pair in pairs]
+        # of a beam search `best_of` is the width: it returns the n best itself
+        best_of = None if body.use_beam_search else body.best_of
+        self._num_candidates = best_of or params.n
+        if self._num_candidates > params.n:
+            logprobs = params.logprobs or 0
+            params = dataclasses.replace(params, n=self._num_candidates, logprobs=logprobs)
+        return self.generation(ids, params)
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Completion:
+        """See `Dialect.whole`."""
+        n = self._params.n
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        best = _best(choices, self._num_candidates, self._params)
+        num_top = self.body.prompt_logprobs
+        of_prompts = [
+            await prompt_logprobs(self.names, each.prompt_scores, num_top) for each in outputs
+        ]
+        return Completion(
+            **self.envelope,
+            choices=[
+                CompletionChoice(
+                    text=self.echoes[index // n] + delta.text,
+                    logprobs=await self._logprobs(outputs[index // n], delta),
+                    prompt_token_ids=outputs[index // n].prompt_token_ids
+                    if self.with_ids
+                    else UNSET,
+                    prompt_logprobs=of_prompts[index // n],
+                    **self.choice_fields(outputs[index // n], index, delta),
+                )
+                for index, delta in enumerate(best)
+            ],
+            usage=chunks.usage(outputs, num_tokens),
+        )
+
+    async def _logprobs(self, output: RequestOutput, delta: Delta) -> CompletionLogprobs | None:
+        """Returns the log-probabilities of a choice, its echoed prompt included."""
+        scores, body = output.prompt_scores, self.body
+        generated = delta.logprobs or ()
+        if body.logprobs is not None and body.echo and scores is not None:
+            return await echoed_logprobs(self.names, scores, body.logprobs, generated)
+        if not generated:
+            return None
+        return await formatted(generated, partial(completion_logprobs, self.names, generated, 0))
