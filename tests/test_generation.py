@@ -90,7 +90,7 @@ def anthropic_writer() -> ChoiceWriter:
     )
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=True)
     dialect.blocks = Blocks(lambda kind: f"{kind}_1")
-    return dialect.choice(OUTPUT, 0, 0)
+    return dialect.choice(OUTPUT, 0)
 
 
 @pytest.mark.parametrize(

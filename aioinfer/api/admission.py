@@ -133,7 +133,7 @@ def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None
     Shortens its deadline to `timeout_s` seconds. Raises `OverloadedError` unless its `count`
     prompts may join the queue.
     """
-    deadline_of(request).shorten(timeout_s)
+    request[DEADLINE].shorten(timeout_s)
     admission_of(request).check(count, flow=sharer(request))
 
 
@@ -174,12 +174,8 @@ class Deadline:
         return asyncio.get_running_loop().call_at(when, expire).cancel
 
 
-_DEADLINE = web.RequestKey("deadline", Deadline)
-
-
-def deadline_of(request: web.Request) -> Deadline:
-    """Returns the deadline that `bound_time` gave a request."""
-    return request[_DEADLINE]
+#: The deadline that `bound_time` gave a request.
+DEADLINE = web.RequestKey("deadline", Deadline)
 
 
 @web.middleware
@@ -197,7 +193,7 @@ async def bounded(request: web.Request, timeout_s: float | None = None) -> Async
     """Sets a new deadline for the work on a request in this block: the server's, or `timeout_s`
     seconds where these are less. Raises `RequestError` (504) at the deadline."""
     settings = request.app[MODELS].first.config.server
-    deadline = request[_DEADLINE] = Deadline(settings.request_timeout_s)
+    deadline = request[DEADLINE] = Deadline(settings.request_timeout_s)
     try:
         async with deadline.guard:
             deadline.shorten(timeout_s)

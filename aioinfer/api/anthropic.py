@@ -21,6 +21,7 @@ from aioinfer.api.generation import MessageDialect, named_event
 from aioinfer.api.messages import converted, template_call, template_content
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import StopReason
 from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import FieldError, RequestError, UnsupportedFieldError
 from aioinfer.media.source import MediaSource
@@ -501,12 +502,12 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
         delta = ThinkingDelta(thinking=text) if is_thought else InputDelta(partial_json=text)
         return named_event(BlockDelta(index=block.index, delta=delta))
 
-    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+    def closing(self, reason: str, stop_reason: StopReason, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         last = MessageDelta(delta=self._stop(reason, stop_reason), usage=self._usage(num_tokens))
         return named_event(last) + named_event(MessageStop())
 
-    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
+    def message(self, reason: str, stop_reason: StopReason, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""
         reply = self._message([_content(block) for block in self.blocks.all], num_tokens)
         reply.stop_reason, reply.stop_sequence = astuple(self._stop(reason, stop_reason))
@@ -532,7 +533,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
             cache_creation=by_time or UNSET,
         )
 
-    def _stop(self, reason: str, stop_reason: int | str | None) -> MessageEnd:
+    def _stop(self, reason: str, stop_reason: StopReason) -> MessageEnd:
         """Returns why a message has ended, in Anthropic's words."""
         if isinstance(stop_reason, str):
             return MessageEnd(stop_reason="stop_sequence", stop_sequence=stop_reason)

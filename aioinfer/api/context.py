@@ -168,7 +168,8 @@ class RequestBodies:
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self.counts = counts
-        self._trim = _find_malloc_trim()
+        # glibc's function; other libraries have none
+        self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._timer: asyncio.TimerHandle | None = None
 
     def hold(self) -> HeldBody:
@@ -185,14 +186,6 @@ class RequestBodies:
         self._timer = None
         # ctypes lets other threads run meanwhile
         asyncio.get_running_loop().run_in_executor(None, trim, 0)
-
-
-def _find_malloc_trim() -> Callable[[int], int] | None:
-    """Returns glibc's function, or None where there is none."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
 
 
 class HeldBody:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from aioinfer.api.admission import admission_of, admit, deadline_of, flow_of, sharer
+from aioinfer.api.admission import DEADLINE, admission_of, admit, flow_of, sharer
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import renamed
 from aioinfer.api.event_stream import EventStream, event_stream, mark_frame, stream_state
@@ -26,7 +26,7 @@ from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressR
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
-from aioinfer.engine.output import RequestOutput, collect
+from aioinfer.engine.output import RequestOutput, StopReason, collect
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.tasks import together
 
@@ -47,7 +47,7 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
         generation = await dialect.decode()
         if isinstance(generation, web.StreamResponse):
             return generation
-        return await deliver(request, generation, dialect)
+        return await deliver(dialect, generation)
 
 
 async def count_prompt(request: web.Request, kind: type[TextDialect[Any]], body: Any) -> int:
@@ -69,15 +69,14 @@ def _admitted(request: web.Request, kind: type[D], body: Any) -> Iterator[D]:
         yield dialect
 
 
-async def deliver(
-    request: web.Request, generation: Generation, dialect: Dialect[Any]
-) -> web.StreamResponse:
+async def deliver(dialect: Dialect[Any], generation: Generation) -> web.StreamResponse:
     """Answers a request with what is generated. Raises what `submitted` and `collect` do."""
+    request = dialect.request
     if stream_state(request).wants_offer:
         return await _offer(request, generation)
     async with submitted(request, generation) as outputs:
         if generation.streams:
-            return await stream(request, outputs, dialect)
+            return await stream(dialect, outputs)
         choices = await collect(outputs)
     return await dialect.respond(outputs, choices)
 
@@ -140,7 +139,7 @@ async def submitted(
                     )
                 )
                 use(params.num_sequences)
-        cancel_deadline = deadline_of(request).hand_over(outputs)
+        cancel_deadline = request[DEADLINE].hand_over(outputs)
         yield outputs
     finally:
         if cancel_deadline is not None:
@@ -166,21 +165,15 @@ class DirectSink:
     _MAX_BUFFERED = 32 * 1024  # bytes
 
     def __init__(
-        self,
-        transport: asyncio.Transport,
-        choices: Sequence[ChoiceWriter],
-        *,
-        is_marked: bool = False,
+        self, transport: asyncio.Transport, choices: Sequence[ChoiceWriter], *, is_marked: bool
     ):
         """`choices` write the sequences of one output. With `is_marked`, the events of each token
         are followed by its line (`mark_frame`)."""
         self.handler_writes = False
-        self._is_marked = is_marked
-        self._transport = transport
-        self._choices = choices
+        self._is_marked, self._transport, self._choices = is_marked, transport, choices
 
     def push(
-        self, index: int, text: str, token: int, reason: str | None, stop_reason: int | str | None
+        self, index: int, text: str, token: int, reason: str | None, stop_reason: StopReason
     ) -> bool:
         """See `Sink.push`."""
         transport = self._transport
@@ -195,22 +188,19 @@ class DirectSink:
 
 
 async def _send(
-    request: web.Request,
-    response: EventStream,
-    dialect: Dialect[Any],
-    output: RequestOutput,
-    choices: Sequence[ChoiceWriter],
-    first: int,
+    dialect: Dialect[Any], response: EventStream, output: RequestOutput, number: int
 ) -> None:
-    """Sends the events of an output, whose first choice has this number.
+    """Sends the events of the output of a prompt, whose number is given.
 
     The first ones are written by the handler, behind the headers; then a `DirectSink` is attached.
     """
     sink: DirectSink | None = None
+    transport, first = dialect.request.transport, number * output.params.n
+    choices = [dialect.choice(output, first + index) for index in range(output.params.n)]
     progress = ProgressReader(output)
     async for delta in output:
         if (news := progress.news()) is not None:
-            await response.write(dialect.progress(output, first, news))
+            await response.write(choices[0].progress(news))
             if not delta.token_ids and delta.finish_reason is None:
                 continue
         choice = choices[delta.index]
@@ -222,33 +212,18 @@ async def _send(
         await response.write_delta(delta, events)
         if sink is not None:
             sink.handler_writes = False
-        elif (
-            response.headers.get("Transfer-Encoding") == "chunked" and request.transport is not None
-        ):
-            sink = DirectSink(request.transport, choices, is_marked=response.is_marked)
+        elif response.headers.get("Transfer-Encoding") == "chunked" and transport is not None:
+            sink = DirectSink(transport, choices, is_marked=response.is_marked)
             output.attach(sink)
 
 
-async def stream(
-    request: web.Request, outputs: Sequence[RequestOutput], dialect: Dialect[Any]
-) -> web.StreamResponse:
+async def stream(dialect: Dialect[Any], outputs: Sequence[RequestOutput]) -> web.StreamResponse:
     """Sends the events of all outputs as their deltas come. A failure ends the stream with the
     dialect's events for it."""
-    groups = [
-        [
-            dialect.choice(output, sequence, number * output.params.n + sequence)
-            for sequence in range(output.params.n)
-        ]
-        for number, output in enumerate(outputs)
-    ]
-    response = EventStream(request, outputs, dialect.content_type)
-    async with event_stream(request, response, dialect.failure):
-        await together(
-            [
-                _send(request, response, dialect, output, group, number * len(group))
-                for number, (output, group) in enumerate(zip(outputs, groups, strict=True))
-            ]
-        )
+    response = EventStream(dialect.request, outputs, dialect.content_type)
+    async with event_stream(dialect.request, response, dialect.failure):
+        numbered = enumerate(outputs)
+        await together([_send(dialect, response, each, number) for number, each in numbered])
         if end := await dialect.end(outputs):
             await response.write(end)
     return response

@@ -31,7 +31,7 @@ from aioinfer.api.context import RECEIVED, REQUEST_BODIES, STREAM_HEADERS
 from aioinfer.api.errors import ERROR_CODE, Handler, error_response
 from aioinfer.config import Config
 from aioinfer.config_keys import parse_address
-from aioinfer.engine.output import KnownDelta
+from aioinfer.engine.output import KnownDelta, StopReason
 from aioinfer.errors import EngineDeadError, NotReadyError, OverloadedError, RequestError
 from aioinfer.ipc.peer_link import read_key
 from aioinfer.scheduler.handover import Handover
@@ -220,7 +220,7 @@ async def event_stream(
         await response.write_failure(error, failure(error))
 
 
-def mark_frame(index: int, token: int, reason: str | None, stop_reason: int | str | None) -> bytes:
+def mark_frame(index: int, token: int, reason: str | None, stop_reason: StopReason) -> bytes:
     """Returns the mark of one token in a frame of HTTP's chunked coding, to follow the frame of the
     token's events."""
     if reason is None:

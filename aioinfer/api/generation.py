@@ -31,7 +31,7 @@ from aioinfer.api.logprobs import are_many, scored_token
 from aioinfer.api.protocol import GenerationBody, PromptsBody
 from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser, make_turn
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.output import Delta, RequestOutput, StopReason
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_blocks import Block, BlockChange, BlockKind, Blocks
 from aioinfer.text.message_parser import ToolUse
@@ -79,14 +79,17 @@ class ChoiceWriter:
     async def open(self) -> None:
         """Prepares what is known with the first log-probabilities, before they are written."""
 
+    def progress(self, news: PromptProgress) -> bytes:
+        """Returns the event that reports the progress of the prompt (`ProgressReader`); only for
+        APIs that let a request ask for it."""
+        raise NotImplementedError
+
     def events(self, delta: Delta) -> bytes:
         """Returns the events of a delta of the sequence; empty bytes where its text is held
         back."""
         raise NotImplementedError
 
-    def frame(
-        self, text: str, token: int, reason: str | None, stop_reason: int | str | None
-    ) -> bytes:
+    def frame(self, text: str, token: int, reason: str | None, stop_reason: StopReason) -> bytes:
         """Returns the events of one token without log-probabilities, in a frame of HTTP's chunked
         coding (RFC 9112, 7.1)."""
         data = self.events(Delta(0, text, [token], None, reason, stop_reason))
@@ -151,13 +154,8 @@ class Dialect(Generic[P]):
             params = self.variant.asked_by(params)
         return Generation(self.id, prompts, params, priority=self.body.priority)
 
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
-        """Returns the writer of choice `index`, which is this sequence of an output."""
-        raise NotImplementedError
-
-    def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
-        """Returns the event that reports the progress of a prompt (`ProgressReader`), whose first
-        choice has this number; only for APIs that let a request ask for it."""
+    def choice(self, output: RequestOutput, index: int) -> ChoiceWriter:
+        """Returns the writer of choice `index`, which is a sequence of an output."""
         raise NotImplementedError
 
     async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -240,7 +238,7 @@ class MessageDialect(TextDialect[B]):
     """
 
     output: RequestOutput
-    ended_by: tuple[str, int | str | None] | None = None
+    ended_by: tuple[str, StopReason] | None = None
 
     def __init__(self, request: web.Request, body: B):
         super().__init__(request, body)
@@ -258,15 +256,15 @@ class MessageDialect(TextDialect[B]):
         """Returns the events of a `BlockChange`."""
         raise NotImplementedError
 
-    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+    def closing(self, reason: str, stop_reason: StopReason, num_tokens: int) -> bytes:
         """Returns the events behind the last block."""
         raise NotImplementedError
 
-    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Any:
+    def message(self, reason: str, stop_reason: StopReason, num_tokens: int) -> Any:
         """Returns the reply in one piece, a struct, when all blocks are there."""
         raise NotImplementedError
 
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> BlockWriter:
+    def choice(self, output: RequestOutput, index: int) -> BlockWriter:
         """See `Dialect.choice`."""
         self.output = output
         return BlockWriter(self)

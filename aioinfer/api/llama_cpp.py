@@ -264,10 +264,6 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
     body_type = LlamaEmbedding
     reply_type = list[LlamaVectors]
 
-    def __init__(self, request: web.Request, body: LlamaEmbedding):
-        super().__init__(request, body)
-        self.param = body.prompt_field
-
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
         return self.pooling.params(takes_all=True).pooling or "last"
@@ -384,7 +380,7 @@ class LlamaDialect(TextDialect[LlamaCompletion]):
         )
         return self.generation(prompts, frontend.defaults.sampling_params(**fields))
 
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> LlamaWriter:
+    def choice(self, output: RequestOutput, index: int) -> LlamaWriter:
         """See `Dialect.choice`."""
         return LlamaWriter(self, output, index)
 

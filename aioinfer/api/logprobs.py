@@ -36,9 +36,7 @@ T = TypeVar("T")
 async def formatted(tokens: Sequence[TokenLogprob], make: Callable[[], T]) -> T:
     """Returns the result of `make`, which formats the log-probabilities of tokens: in a thread
     where they are many."""
-    if are_many(tokens):
-        return await asyncio.to_thread(make)
-    return make()
+    return await asyncio.to_thread(make) if are_many(tokens) else make()
 
 
 def are_many(tokens: Sequence[TokenLogprob]) -> bool:

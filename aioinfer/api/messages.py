@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.engine.chat_turn import call_input, join_thoughts
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 from aioinfer.media.source import MediaSource
 from aioinfer.text.json_values import count_values
 from aioinfer.text.message_blocks import Block
@@ -36,25 +36,17 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 
 
-class ImageUrl(Struct, kw_only=True):
-    """A picture by its URL, usually a data URL. `detail` has no effect: a model reads pictures in
-    its own sizes."""
+class MediaUrl(Struct, kw_only=True):
+    """The URL of a picture or a clip of sound, usually a data URL. `detail` has no effect: a model
+    reads pictures in its own sizes."""
 
     url: str
-    detail: str | None = None
 
 
 class InputAudio(Struct, kw_only=True):
     """A clip of sound, base64. `format` has no effect: the file says what it is."""
 
     data: str
-    format: str | None = None
-
-
-class AudioUrl(Struct, kw_only=True):
-    """A clip of sound by its URL, usually a data URL."""
-
-    url: str
 
 
 class TextPart(Struct, tag="text"):
@@ -80,12 +72,11 @@ class RefusalPart(Struct, tag="refusal"):
 class ImagePart(Struct, tag="image_url"):
     """A picture."""
 
-    image_url: ImageUrl | str
+    image_url: MediaUrl | str
 
     def shown(self, place: str) -> MediaSource:
         """See `TextPart.shown`."""
-        url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
-        return MediaSource(f"{place}.image_url", url)
+        return MediaSource(f"{place}.image_url", _url_of(self.image_url))
 
 
 class AudioPart(Struct, tag="input_audio"):
@@ -102,12 +93,15 @@ class AudioPart(Struct, tag="input_audio"):
 class AudioUrlPart(Struct, tag="audio_url"):
     """A clip of sound, in vLLM's form."""
 
-    audio_url: AudioUrl | str
+    audio_url: MediaUrl | str
 
     def shown(self, place: str) -> MediaSource:
         """See `TextPart.shown`."""
-        url = self.audio_url if isinstance(self.audio_url, str) else self.audio_url.url
-        return MediaSource(f"{place}.audio_url", url, is_sound=True)
+        return MediaSource(f"{place}.audio_url", _url_of(self.audio_url), is_sound=True)
+
+
+def _url_of(given: MediaUrl | str) -> str:
+    return given if isinstance(given, str) else given.url
 
 
 ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | AudioUrlPart
@@ -151,11 +145,9 @@ class Message(Struct, kw_only=True):
         refused = media if self.role == "assistant" else RefusalPart
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, refused):
-                raise FieldError(
-                    f"{where}.content[{index}]",
-                    "is of another role: an assistant's message has no pictures and no sound, and "
-                    "others have no refusal",
-                )
+                kind = type(part).__struct_config__.tag
+                text = f"of type {kind!r} is not for the role {self.role!r}"
+                raise FieldError(f"{where}.content[{index}]", text)
 
     @property
     def is_short(self) -> bool:
@@ -392,10 +384,8 @@ def _completed(given: Item, place: str) -> Item:
             item.summary = _parts(given.summary, "summary_text", f"{place}.summary")
             item.content = _parts(given.content, "reasoning_text", f"{place}.content")
         case _:
-            raise RequestError(
-                f"{place}: an item of type {given.type[:40]!r} is not supported, or lacks a field",
-                param=place,
-            )
+            what = f"of type {given.type[:40]!r} is not supported, or lacks a field"
+            raise FieldError(place, what)
     return item
 
 
@@ -405,24 +395,18 @@ def _parts(content: Content, kind: str, place: str) -> list[Part]:
         content = [Part(type=kind, text=content)]
     found: list[Part] = []
     for index, part in enumerate(content or ()):
+        where = f"{place}[{index}]"
         if part.type == "input_image" and kind == "input_text":
             if not isinstance(part.image_url, str):
-                raise FieldError(
-                    f"{place}[{index}].image_url", "must be a URL; files are not stored"
-                )
+                raise FieldError(f"{where}.image_url", "must be a URL; files are not stored")
             found.append(Part(type="input_image", image_url=part.image_url, detail="auto"))
-            continue
-        if part.type == "input_audio" and kind == "input_text":
+        elif part.type == "input_audio" and kind == "input_text":
             if not isinstance(part.input_audio, InputAudio):
-                raise FieldError(f"{place}[{index}].input_audio", "is missing")
+                raise FieldError(f"{where}.input_audio", "is missing")
             found.append(Part(type="input_audio", input_audio=part.input_audio))
-            continue
-        if part.type not in _TEXT_PARTS:
-            raise RequestError(
-                f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
-                param=f"{place}[{index}]",
-            )
-        if part.type == "refusal":
+        elif part.type not in _TEXT_PARTS:
+            raise FieldError(where, f"of type {part.type[:40]!r} is not supported")
+        elif part.type == "refusal":
             found.append(Part(type="refusal", refusal=part.refusal or part.text or ""))
         elif kind == "output_text":
             found.append(output_text(part.text or ""))

@@ -32,6 +32,7 @@ from aioinfer.api.messages import (
 from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import StopReason
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError, UnsupportedFieldError
 from aioinfer.ipc.sections import F32
@@ -319,10 +320,6 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
     event_types = (Line,)
     id_prefix = "ollama-"
 
-    def __init__(self, request: web.Request, body: OllamaChat | OllamaGenerate):
-        super().__init__(request, body)
-        self._arrived = request[RECORD].arrived
-
     @classmethod
     async def encode(
         cls, frontend: Frontend, body: OllamaChat | OllamaGenerate, use: ToolUse
@@ -365,11 +362,11 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         new = block.logprobs and block.new_logprobs()
         return self._event(self._line(text, logprobs=new or UNSET))
 
-    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+    def closing(self, reason: str, stop_reason: StopReason, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         return self._event(self._line(**self._end(reason, num_tokens)))
 
-    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Line:
+    def message(self, reason: str, stop_reason: StopReason, num_tokens: int) -> Line:
         """See `MessageDialect.message`."""
         blocks = self.blocks.all
         texts = "".join(block.text for block in blocks if block.kind == "text")
@@ -411,7 +408,7 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         return {
             "done": True,
             "done_reason": reason,
-            "total_duration": _nanoseconds((time.perf_counter() - self._arrived) * 1e3),
+            "total_duration": _since_arrival(self.request),
             "load_duration": 0,
             "prompt_eval_count": len(self.output.prompt_token_ids),
             "prompt_eval_duration": _nanoseconds(measured.prompt_ms),
@@ -444,7 +441,7 @@ class EmbedDialect(InputDialect[OllamaEmbedRequest]):
         return OllamaEmbeddings(
             model=self.model_name,
             embeddings=[self.vector(state, self.body.dimensions, True) for state in states],
-            total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
+            total_duration=_since_arrival(self.request),
             load_duration=0,
             prompt_eval_count=self.usage.prompt_tokens,
         )
@@ -461,6 +458,11 @@ class EmbeddingDialect(InputDialect[OllamaEmbeddingsRequest]):
         """See `PoolingDialect.reply`."""
         vector = self.vector(states[0], self.body.dimensions, False)
         return OllamaEmbedding(embedding=vector)
+
+
+def _since_arrival(request: web.Request) -> int:
+    """Returns the nanoseconds since a request came."""
+    return _nanoseconds((time.perf_counter() - request[RECORD].arrived) * 1e3)
 
 
 def _nanoseconds(milliseconds: float) -> int:

@@ -23,7 +23,7 @@ from aioinfer.api.decoding import MAX_VALUES, Body
 from aioinfer.api.messages import Message
 from aioinfer.api.prompts import Prompt, TokenId, check_prompts, check_truncation, split_prompts
 from aioinfer.engine.tools import NO_TOOLS
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 from aioinfer.sampling_params import (
     MAX_GRAMMAR_CHARS,
     BeamSearch,
@@ -57,13 +57,10 @@ def is_given(raw: Raw) -> bool:
 
 
 class SchemaFormat(Struct, kw_only=True):
-    """`json_schema` of a `response_format`. The name, the description and `strict` say nothing
+    """`json_schema` of a `response_format`. Its name, its description and `strict` say nothing
     about the output: a schema is always enforced."""
 
     schema: Raw
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class AnyText(Struct, tag="text"):
@@ -125,17 +122,13 @@ class StructuredOutputs(Struct, kw_only=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    disable_fallback: bool | None = None  # there is no other library to fall back to
 
     def to_grammars(self) -> list[GrammarSpec]:
         """Returns the grammars that were given. Raises `RequestError` naming the field."""
         place = "structured_outputs."
         if self.disable_additional_properties:
-            raise RequestError(
-                "disable_additional_properties is not supported: give "
-                "'additionalProperties': false in the schema",
-                param=f"{place}disable_additional_properties",
-            )
+            text = "is not supported: give 'additionalProperties': false in the schema"
+            raise FieldError(f"{place}disable_additional_properties", text)
         whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
         found = []
         if self.json_object:
@@ -158,11 +151,8 @@ def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:
     """Returns the only one of these grammars, None if there is none. Raises `RequestError` naming
     the fields if there are several."""
     if len(found) > 1:
-        raise RequestError(
-            f"{found[0].param} and {found[1].param} cannot be combined: an output follows one "
-            f"grammar",
-            param=found[1].param,
-        )
+        others = f"and {found[0].param} cannot be combined: an output follows one grammar"
+        raise FieldError(found[1].param or "grammar", others)
     return found[0] if found else None
 
 
@@ -406,9 +396,7 @@ class SamplingBody(SamplingFields, kw_only=True):
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "are not available in a stream")
         if self.use_beam_search and self.stream:
-            raise RequestError(
-                "a beam search cannot be streamed: its results are known at the end", param="stream"
-            )
+            raise FieldError("stream", "does not go with a beam search, which is known at its end")
         check_truncation(self.truncate_prompt_tokens)
 
     def grammars(self) -> list[GrammarSpec]:
@@ -450,10 +438,8 @@ def check_messages(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
         num_values += message.count_argument_values()
         if num_values > MAX_VALUES:
-            raise RequestError(
-                f"the arguments of tool calls may hold at most {MAX_VALUES} values",
-                param="messages",
-            )
+            text = f"may hold at most {MAX_VALUES} values in the arguments of tool calls"
+            raise FieldError("messages", text)
         message.check(f"messages[{index}]")
 
 

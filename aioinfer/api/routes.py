@@ -7,10 +7,11 @@ from this table; `page` adds the files of the page at "/".
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, get_type_hints
 
 import msgspec
+import orjson
 from aiohttp import web
 
 from aioinfer.api import anthropic, llama_cpp, ollama
@@ -246,4 +247,5 @@ def add_routes(app: web.Application) -> None:
     assert last is not None
     # where an application is mounted in another one, its resources change
     app[PREFIX] = lambda: last.canonical.removesuffix(ROUTES[-1].path)
-    app[openapi.DOCUMENT] = openapi.document(app, ROUTES)
+    document: Callable[[], bytes] = cache(lambda: orjson.dumps(openapi.describe(app, ROUTES)))
+    app[openapi.DOCUMENT] = document

@@ -100,11 +100,15 @@ class KnownDelta(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
 
 
+#: The token or the stop string that has ended a text, if one of them has.
+StopReason = int | str | None
+
+
 class Sink(Protocol):
     """Accepts tokens straight from the step loop."""
 
     def push(
-        self, index: int, text: str, token: int, reason: str | None, stop_reason: int | str | None
+        self, index: int, text: str, token: int, reason: str | None, stop_reason: StopReason
     ) -> bool:
         """Accepts one token of sequence `index`: the text that it adds, and the finish reason if
         the sequence ends with it.
@@ -265,7 +269,7 @@ class RequestOutput:
         token: int,
         logprob: TokenLogprob | None,
         reason: str | None,
-        stop_reason: int | str | None,
+        stop_reason: StopReason,
     ) -> None:
         """Passes on a token of sequence `index`: to the sink, or as a delta to the queue. Called by
         the step loop."""

@@ -23,7 +23,7 @@ from aioinfer.api.decoding import Body
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.model_control import Mode, ModelControl, Tag
-from aioinfer.errors import ConfigError, RequestError
+from aioinfer.errors import ConfigError, FieldError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
@@ -282,15 +282,15 @@ async def update_weights(request: web.Request, body: UpdateWeights) -> Status:
     """Loads tensors, of which all are checked before any is. Once a layer has all of its tensors it
     computes with them. 400 for tensors that do not go with the model, or do not come in time."""
     info, control = body.update_info, _control(request)
-    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
-        raise RequestError("names, dtype_names and shapes differ in length", param="update_info")
     known = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
-    if info.ipc_handles is None:
+    handles = info.ipc_handles
+    lists: list[Any] = [*known.values(), info.names if handles is None else handles]
+    if len(set(map(len, lists))) > 1:
+        raise FieldError("update_info", "has lists of different lengths")
+    if handles is None:
         await control.update("receive_weights", **known, source=info.source)
-    elif len(info.ipc_handles) != len(info.names):
-        raise RequestError("names and ipc_handles differ in length", param="update_info")
     else:
-        await control.update("open_weights", **known, handles=info.ipc_handles)
+        await control.update("open_weights", **known, handles=handles)
     return Status(status="updating")
 
 

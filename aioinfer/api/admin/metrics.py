@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from aiohttp import web
 from prometheus_client import core, generate_latest
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from aioinfer.api.admin.control import expert_load
@@ -295,7 +295,8 @@ async def show_metrics(request: web.Request) -> web.Response:
     for rows, labels, sources in tables:
         for row in rows:
             if (metric := _measure(row, labels, sources)) is not None:
-                parts.append(generate_latest(_Only(metric)))
+                collector: Any = SimpleNamespace(collect=lambda found=metric: [found])
+                parts.append(generate_latest(collector))
             await asyncio.sleep(0)
     return web.Response(body=b"".join(parts), headers={"Content-Type": _TEXT})
 
@@ -324,16 +325,6 @@ def _measure(
             elif each is not None:
                 metric.add_metric(all_labels, each)
     return metric if found else None
-
-
-class _Only(Collector):
-    """One metric as a collector, which is what prometheus-client can format as text."""
-
-    def __init__(self, metric: core.Metric):
-        self._metric = metric
-
-    def collect(self) -> Iterable[core.Metric]:
-        return (self._metric,)
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:

@@ -12,11 +12,9 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import msgspec
-import orjson
 from aiohttp import web
 
 from aioinfer import __version__
@@ -239,11 +237,6 @@ def _parameters(route: Route, path: str) -> list[dict[str, Any]]:
 
 #: Makes the description of an application's endpoints as JSON, when it is first called.
 DOCUMENT: web.AppKey[Callable[[], bytes]] = web.AppKey("openapi")
-
-
-def document(app: web.Application, routes: Sequence[Route]) -> Callable[[], bytes]:
-    """Returns the function for `DOCUMENT`."""
-    return cache(lambda: orjson.dumps(describe(app, routes)))
 
 
 async def show_openapi(request: web.Request) -> web.Response:

@@ -26,7 +26,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.admin.control import expert_load
-from aioinfer.api.admission import deadline_of
+from aioinfer.api.admission import DEADLINE
 from aioinfer.api.context import MODELS, STREAM_HEADERS, frontend_of
 from aioinfer.api.generation import data_event
 from aioinfer.config_sections import SAMPLING_DEFAULTS
@@ -188,7 +188,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     several models also the `model` of an engine, and whether it is `asleep`. A client that does not
     keep up misses events, and nothing is queued for it.
     """
-    deadline_of(request).lift()  # a live stream has none
+    request[DEADLINE].lift()  # a live stream has none
     models, ended = request.app[MODELS], request.app[_ENDED]
     owners = [each for each in models for _ in each.engines]
     engines = [engine for each in models for engine in each.engines]

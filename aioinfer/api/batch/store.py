@@ -196,11 +196,10 @@ class ObjectStore(Store):
         """Raises `RequestError` if an object of this size could not be stored at all. `what` names
         the object in the message."""
         if num_bytes > MAX_STORED_BYTES:
-            raise RequestError(
-                f"{what} is stored, and is larger than the server's {MAX_STORED_BYTES} bytes for "
-                "all that is",
-                param=param,
+            message = (
+                f"{what} is stored, and larger than the server's {MAX_STORED_BYTES} bytes for all"
             )
+            raise RequestError(message, param=param)
 
     def add(
         self,
@@ -328,10 +327,8 @@ class FileStore(Store):
         `RequestError` if there are too many."""
         num_files = sum(stored.body.object == "file" for stored in self._stored.values())
         if num_files + self._num_incoming >= MAX_FILES:
-            raise RequestError(
-                f"the server keeps at most {MAX_FILES} files: delete some first",
-                code="too_many_files",
-            )
+            message = f"the server keeps at most {MAX_FILES} files: delete some first"
+            raise RequestError(message, code="too_many_files")
         self._num_incoming += 1
         place = self.data(f"file-{secrets.token_hex(12)}").with_suffix(".new")
         try:
@@ -433,11 +430,8 @@ def require_files(request: web.Request) -> FileStore:
     """Returns the server's store of files. Raises `RequestError` (404) if it has none."""
     store = request.app[FILES]
     if store is None:
-        raise RequestError(
-            "this server keeps no files: server.files_folder is not set",
-            status=404,
-            code="not_enabled",
-        )
+        message = "this server keeps no files: server.files_folder is not set"
+        raise RequestError(message, status=404, code="not_enabled")
     return store
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -35,12 +34,10 @@ from aioinfer.api.event_stream import EventStream, event_stream
 from aioinfer.api.generation import Generation, data_event
 from aioinfer.api.http.logs import request_id
 from aioinfer.engine.output import Delta, RequestOutput, collect
-from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcript import Transcript, mean_logprob
 from aioinfer.engine.transcription import Segment, language_names
 from aioinfer.engine.word_times import F32
 from aioinfer.errors import FieldError
-from aioinfer.sampling_params import SamplingParams
 
 #: The text of a timestamp, which a model may write although it should not.
 _TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
@@ -162,10 +159,11 @@ async def _answer(
         admit(request, None)
         recording = await transcriber.read(data, "file")
         del data
+    name = f"audio-{request_id(request)}"
     with transcriber.holding(recording):
         transcript = Transcript(
             transcriber=transcriber,
-            submit=partial(_submitted, request, form),
+            submit=lambda prompts, params: submitted(request, Generation(name, prompts, params)),
             recording=recording,
             task=task,
             language=None if form.language is None else transcriber.language_of(form.language),
@@ -183,17 +181,6 @@ async def _answer(
         deltas = await transcript.complete(deltas)
         weights = await transcript.align(deltas) if "word" in form.granularities else None
         return await asyncio.to_thread(_whole, form, transcript, deltas, weights)
-
-
-def _submitted(
-    request: web.Request,
-    form: TranscriptionForm,
-    prompts: Sequence[SourcePrompt],
-    params: SamplingParams,
-) -> AbstractAsyncContextManager[list[RequestOutput]]:
-    """See `submitted`."""
-    name = f"audio-{request_id(request)}"
-    return submitted(request, Generation(name, prompts, params, form.stream))
 
 
 async def _receive(request: web.Request, held: HeldBody) -> tuple[TranscriptionForm, bytes]:
@@ -217,22 +204,16 @@ async def _stream(
     """Sends the texts of all parts, in their order, as they come."""
     response, texts = EventStream(request, outputs), list[str]()
     async with event_stream(request, response, partial(error_event, path=request.path)):
-        async for delta in _in_order(outputs):
-            text = _TIMESTAMP.sub("", delta.text)
-            text = text if texts else text.lstrip()
-            if text:
-                texts.append(text)
-                await response.write(data_event(TranscriptDelta(delta=text)))
+        for output in outputs:  # one after the other
+            async for delta in output:
+                text = _TIMESTAMP.sub("", delta.text)
+                text = text if texts else text.lstrip()
+                if text:
+                    texts.append(text)
+                    await response.write(data_event(TranscriptDelta(delta=text)))
         done = TranscriptDone(text="".join(texts), usage=_usage(transcript))
         await response.write(data_event(done))
     return response
-
-
-async def _in_order(outputs: Sequence[RequestOutput]) -> AsyncIterator[Delta]:
-    """Yields the deltas of outputs, all of one before those of the next."""
-    for output in outputs:
-        async for delta in output:
-            yield delta
 
 
 # ---------------------------------------------------------------- in one piece

@@ -26,7 +26,7 @@ from aioinfer.engine.chat_turn import (
     parse_message,
 )
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.output import Delta, RequestOutput, StopReason
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError
 from aioinfer.text.message_parser import MessageDelta, ToolUse
@@ -323,7 +323,7 @@ class ChatDialect(chunks.ChunkDialect[ChatRequest]):
         return ChatChoice(message=message, logprobs=logprobs if tokens else None, **fields)
 
 
-def _finish_reason(reason: str, stop_reason: int | str | None, arguments: str) -> str:
+def _finish_reason(reason: str, stop_reason: StopReason, arguments: str) -> str:
     """Returns OpenAI's reason for the end of a message whose last call has these arguments: a stop
     string of the request may have cut them off."""
     if reason != "stop":

@@ -27,7 +27,7 @@ from aioinfer.api.generation import (
     timings,
 )
 from aioinfer.api.protocol import SamplingBody
-from aioinfer.engine.output import FIRST_VERSION, Delta, RequestOutput
+from aioinfer.engine.output import FIRST_VERSION, Delta, RequestOutput, StopReason
 
 #: Returns how many of a choice's tokens are thoughts.
 ThoughtCount = Callable[[Sequence[int]], int]
@@ -82,7 +82,7 @@ class Choice(Struct, kw_only=True):
 
     index: int
     finish_reason: str | None
-    stop_reason: int | str | None
+    stop_reason: StopReason
     token_ids: list[int] | UnsetType = UNSET
     features: dict[str, Any] | UnsetType = UNSET
 
@@ -153,15 +153,10 @@ class ChunkDialect(TextDialect[S]):
             "features": output.features(delta.index) or UNSET,
         }
 
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
+    def choice(self, output: RequestOutput, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
         self.writers.append(self.writer_type(self, output, index))
         return self.writers[-1]
-
-    def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
-        """See `Dialect.progress`."""
-        choice = self.writers[index].empty
-        return data_event(replace(self.chunk, choices=[choice], prompt_progress=news))
 
     async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Returns the usage, if the client wants it, and `[DONE]`."""
@@ -200,9 +195,11 @@ class ChunkWriter(ChoiceWriter):
         """Whether the chunks of all tokens without log-probabilities have a text alone."""
         return self._prompt_token_ids is None and self._usage_of is None
 
-    def frame(
-        self, text: str, token: int, reason: str | None, stop_reason: int | str | None
-    ) -> bytes:
+    def progress(self, news: PromptProgress) -> bytes:
+        """See `ChoiceWriter.progress`."""
+        return self.event(self.empty, prompt_progress=news)
+
+    def frame(self, text: str, token: int, reason: str | None, stop_reason: StopReason) -> bytes:
         """See `ChoiceWriter.frame`."""
         if self._around is None or reason is not None:
             return super().frame(text, token, reason, stop_reason)

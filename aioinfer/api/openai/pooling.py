@@ -10,7 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from aioinfer.api.generation import Dialect, Generation
 from aioinfer.api.messages import Message, template_messages
 from aioinfer.api.prompts import Prompt, Prompts, check_truncation, cut, encode_prompts, max_uncut
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.errors import FieldError, GenerationError, RequestError
+from aioinfer.errors import FieldError, GenerationError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 
@@ -119,11 +119,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.task == "token_embed" and self.pooling_type not in (None, "all"):
-            raise RequestError(
-                f"token_embed has a vector for each token, and pooling_type is "
-                f"{self.pooling_type!r}",
-                param="pooling_type",
-            )
+            raise FieldError("pooling_type", "must be 'all' for token_embed: a vector a token")
 
     @property
     def kind(self) -> str | None:
@@ -210,6 +206,29 @@ class Classes(PooledReply, kw_only=True):
 B = TypeVar("B", bound=PoolingBody)
 
 
+#: Bytes that are encoded at once, a multiple of three: 0.1 ms.
+_BASE64_BYTES = 3 * 2**16
+
+
+def to_base64(vector: F32) -> bytes:
+    """Returns the numbers of a vector, float32 [size], or of several one behind the other, as a
+    JSON text of base64."""
+    data = memoryview(vector.astype("<f4").tobytes())
+    starts = range(0, len(data), _BASE64_BYTES)
+    # other threads run between two pieces
+    pieces = [base64.b64encode(data[start : start + _BASE64_BYTES]) for start in starts]
+    return b"".join([b'"', *pieces, b'"'])
+
+
+def numbers_json(vectors: F32) -> bytes:
+    """Returns a vector, float32 [size], or several of them [P, size], as JSON."""
+    if vectors.ndim == 1:
+        return orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY)
+    # other threads run between two of them
+    rows = [orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) for each in vectors]
+    return b"[" + b",".join(rows) + b"]"
+
+
 class PoolingDialect(Dialect[B]):
     """The words of an endpoint whose reply is made of the pooled states of prompts.
 
@@ -231,6 +250,7 @@ class PoolingDialect(Dialect[B]):
     def __init__(self, request: web.Request, body: B):
         super().__init__(request, body)
         self.pooling = self.frontend.pooling
+        self.param = body.prompt_field or self.param
 
     @property
     def field_names(self) -> Mapping[str, str]:
@@ -251,15 +271,12 @@ class PoolingDialect(Dialect[B]):
         raise NotImplementedError
 
     def vector(
-        self,
-        state: F32,
-        size: int | None,
-        normalize: bool | None,
-        write: Callable[[F32], bytes] | None = None,
+        self, state: F32, size: int | None, normalize: bool | None, encoding: str | None = None
     ) -> Any:
-        """Returns an embedding, the first `size` numbers of it, as JSON that `write` makes, by
-        default a list. Of several [P, hidden_size] that is a list of lists."""
-        return msgspec.Raw((write or numbers_json)(self.pooling.embedding(state, size, normalize)))
+        """Returns an embedding, the first `size` numbers of it, as JSON: a list of numbers, or the
+        text of its base64. Of several [P, hidden_size] that is a list of lists, or one text."""
+        write = to_base64 if encoding == "base64" else numbers_json
+        return msgspec.Raw(write(self.pooling.embedding(state, size, normalize)))
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that vLLM's replies have in common."""
@@ -348,10 +365,9 @@ class EmbeddingDialect(InputDialect[ER]):
         return Embeddings(model=self.model_name, usage=self.usage, data=items)
 
     def vectors(self, states: list[F32], normalize: bool | None) -> Iterator[Any]:
-        """Yields the JSON of each embedding: a list of numbers, or the text of its base64; of
-        several [P, hidden_size] a list of lists, or one text."""
-        write = to_base64 if self.body.encoding_format == "base64" else numbers_json
-        return (self.vector(state, self.body.dimensions, normalize, write) for state in states)
+        """Yields the JSON of each embedding; see `vector`."""
+        size, encoding = self.body.dimensions, self.body.encoding_format
+        return (self.vector(state, size, normalize, encoding) for state in states)
 
 
 class StatesDialect(EmbeddingDialect[PoolingRequest]):
@@ -384,11 +400,8 @@ class ClassifyDialect(InputDialect[ClassifyRequest]):
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
         if self.pooling.head is None:
-            raise RequestError(
-                "this model has no classification head: /classify needs a checkpoint of an "
-                "architecture that ends in ForSequenceClassification",
-                param="model",
-            )
+            needed = "an architecture that ends in ForSequenceClassification"
+            raise FieldError("model", f"has no classes: /classify needs {needed}")
         return self.pooling.head.pooling
 
     def reply(self, states: list[F32]) -> Any:
@@ -398,33 +411,7 @@ class ClassifyDialect(InputDialect[ClassifyRequest]):
         items = []
         for index, state in enumerate(states):
             probs = head.probabilities(state)
-            label = head.labels[int(probs.argmax())]
-            items.append(
-                ClassifiedItem(
-                    index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
-                )
-            )
+            label, values = head.labels[int(probs.argmax())], probs.tolist()
+            item = ClassifiedItem(index=index, label=label, probs=values, num_classes=len(values))
+            items.append(item)
         return Classes(**self.fields(), data=items)
-
-
-#: Bytes that are encoded at once, a multiple of three: 0.1 ms.
-_BASE64_BYTES = 3 * 2**16
-
-
-def to_base64(vector: F32) -> bytes:
-    """Returns the numbers of a vector, float32 [size], or of several one behind the other, as a
-    JSON text of base64."""
-    data = memoryview(vector.astype("<f4").tobytes())
-    starts = range(0, len(data), _BASE64_BYTES)
-    # other threads run between two pieces
-    pieces = [base64.b64encode(data[start : start + _BASE64_BYTES]) for start in starts]
-    return b"".join([b'"', *pieces, b'"'])
-
-
-def numbers_json(vectors: F32) -> bytes:
-    """Returns a vector, float32 [size], or several of them [P, size], as JSON."""
-    if vectors.ndim == 1:
-        return orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY)
-    # other threads run between two of them
-    rows = [orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) for each in vectors]
-    return b"[" + b",".join(rows) + b"]"

@@ -59,6 +59,7 @@ from aioinfer.api.openai.responses_body import (
     block_events,
 )
 from aioinfer.engine.chat_turn import are_whole, encode_turn, new_call_id, num_thought_tokens
+from aioinfer.engine.output import StopReason
 from aioinfer.errors import FieldError, OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
 from aioinfer.tasks import end_tasks
@@ -150,9 +151,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         if (id := self.body.previous_response_id) is None:
             return (), 0
         if (owner, id) in self.request.app[RUNNING]:
-            raise RequestError(
-                "the previous response has not ended yet", param="previous_response_id"
-            )
+            raise FieldError("previous_response_id", "is of a response that has not ended yet")
         previous = store.find(owner, "response", id, "previous_response_id")
         output = previous.body.items
         return [*previous.items, *output], previous.item_bytes + json_size(output)
@@ -258,13 +257,13 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         """See `MessageDialect.change`."""
         return block_events(kind, block, text, self._item_status(block), self._event)
 
-    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+    def closing(self, reason: str, stop_reason: StopReason, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         body = self.message(reason, stop_reason, num_tokens)
         is_cut = body.status == "incomplete"
         return self._event(ResponseIncomplete if is_cut else ResponseCompleted, response=body)
 
-    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Response:
+    def message(self, reason: str, stop_reason: StopReason, num_tokens: int) -> Response:
         """See `MessageDialect.message`."""
         status: Status = "incomplete" if reason == "length" else "completed"
         self.ended = ended = self.response(status, usage=self._usage(num_tokens))
@@ -353,7 +352,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
                     bounded(request, self.body.timeout_s),
                     submitted(request, generation) as (output,),
                 ):
-                    writer = self.choice(output, 0, 0)
+                    writer = self.choice(output, 0)
                     queued.set_result(self.current)
                     async for delta in output:
                         make = partial(writer.events, delta)
@@ -426,9 +425,7 @@ async def get_response(request: web.Request, query: ReplayQuery) -> Response | w
     if not query.stream:
         return _shown(found)
     if not (found.body.stream if isinstance(found, ResponseDialect) else found.events):
-        raise RequestError(
-            "only a response that was made with background and stream has events", param="stream"
-        )
+        raise FieldError("stream", "needs a response that was made with background and stream")
     first = 0 if isinstance(query.starting_after, UnsetType) else query.starting_after + 1
     return await send_events(request, found, first)
 

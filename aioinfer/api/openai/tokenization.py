@@ -14,7 +14,7 @@ from aioinfer.api.decoding import Body
 from aioinfer.api.messages import Message, template_messages
 from aioinfer.api.prompts import TokenId, encode_prompt
 from aioinfer.api.protocol import check_messages, template_options
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 
 #: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
 MAX_TOKENS = 2**20
@@ -119,9 +119,7 @@ async def detokenize(request: web.Request, body: DetokenizeRequest) -> Detokeniz
     def make() -> DetokenizeReply:
         table = tokenizer.token_bytes(False)
         if sum(len(table[token]) for token in body.tokens) > MAX_TEXT_BYTES:
-            raise RequestError(
-                f"the text of these tokens has more than {MAX_TEXT_BYTES} bytes", param="tokens"
-            )
+            raise FieldError("tokens", f"stand for a text of more than {MAX_TEXT_BYTES} bytes")
         text = tokenizer.decode(body.tokens, False)
         pieces = range(0, len(text), _WRITTEN)
         written = [encode(text[start : start + _WRITTEN])[1:-1] for start in pieces]
