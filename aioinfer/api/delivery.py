@@ -15,12 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from aioinfer.api.admission import DEADLINE, admission_of, admit, flow_of, sharer
 from aioinfer.api.context import frontend_of, read_body
-from aioinfer.api.errors import renamed
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import EventStream, event_stream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader, TextDialect
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
@@ -94,9 +93,7 @@ async def _offer(request: web.Request, generation: Generation) -> web.Response:
     async with submitted(request, alone) as outputs:
         await collect(outputs)
     offered = frontend_of(request).offer(outputs[0])
-    if offered is None:
-        return web.Response(status=204)
-    return web.Response(body=msgspec.json.encode(offered), content_type="application/json")
+    return web.Response(status=204) if offered is None else json_response(offered)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 from aiohttp import web
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from aioinfer.api.admin.info import Status
@@ -56,7 +56,7 @@ class PlacementQuery(Struct, kw_only=True):
     """The query of `/experts/placement`; the bounds, above what any server has, bound the time that
     a reply takes."""
 
-    ranks: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
+    ranks: Annotated[int, Meta(ge=1, le=1024)] | None = None
     copies: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
@@ -376,9 +376,7 @@ async def make_placement(request: web.Request, query: PlacementQuery) -> Placeme
     404 where nothing was counted yet, or the model has no experts.
     """
     frontend = frontend_of(request)
-    ranks, copies = query.ranks, query.copies
-    if isinstance(ranks, UnsetType):
-        ranks = frontend.config.parallel.tensor_parallel_size
+    ranks, copies = query.ranks or frontend.config.parallel.tensor_parallel_size, query.copies
     loads = [expert_load(engine) for engine in frontend.engines]
     known = [load for load in loads if load.version]
     if not known:

@@ -110,11 +110,8 @@ class Batches:
         """Makes a batch and begins it. Raises `RequestError`."""
         self._store.find(owner, "file", asked.input_file_id)
         if (num_open := len(self._store.open_batches())) >= MAX_BATCHES:
-            raise RequestError(
-                f"{num_open} batches are in progress; one more is too many",
-                status=429,
-                code="too_many_batches",
-            )
+            message = f"{num_open} batches are in progress; one more is too many"
+            raise RequestError(message, status=429, code="too_many_batches")
         batch = BatchObject(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=asked.endpoint,
@@ -132,9 +129,8 @@ class Batches:
         """Ends a batch early; its results so far are kept. Raises `RequestError`."""
         batch: BatchObject = record.body
         if batch.status in ENDED:
-            raise RequestError(
-                f"the batch has ended: it is {batch.status}", status=409, code="batch_ended"
-            )
+            message = f"the batch has ended: it is {batch.status}"
+            raise RequestError(message, status=409, code="batch_ended")
         if batch.status in ("validating", "in_progress"):
             batch.enter("cancelling")
             try:

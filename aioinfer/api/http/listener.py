@@ -289,14 +289,12 @@ def _allow_descriptors(connections: int) -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
+    if soft == resource.RLIM_INFINITY:
+        return connections
+    if soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return (
-        connections
-        if soft == resource.RLIM_INFINITY
-        else max(1, min(connections, soft - _OTHER_DESCRIPTORS))
-    )
+    return max(1, min(connections, soft - _OTHER_DESCRIPTORS))
 
 
 #: Names of this machine itself, for a server that only this machine can reach.

@@ -12,7 +12,6 @@ span holds text of a prompt.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
@@ -123,24 +122,12 @@ class RequestLog:
             record.status = response.status
             record.code, record.reason = response.get(ERROR_CODE), response.get(ERROR_REASON)
             return response
-        except (asyncio.CancelledError, ConnectionError):
-            raise  # the client is gone
         finally:
             record.ended = time.perf_counter()
-            trace_id = None
-            if self._trace is not None and not local_path(request).startswith(_UNLOGGED):
-                trace_id = self._trace(request, record)
-            if (
-                self._is_on
-                and _request_log.isEnabledFor(logging.INFO)
-                and _is_logged(request, record)
-            ):
-                if record.status == 401:
-                    self._without_key.count(f"from {request.remote}")
-                else:
-                    _request_log.info(
-                        FieldsMessage("request", self._fields(request, record, trace_id))
-                    )
+            if not local_path(request).startswith(_UNLOGGED):
+                trace_id = self._trace(request, record) if self._trace is not None else None
+                if self._is_on and (request.method == "POST" or record.status >= 400):
+                    self._log(request, record, trace_id)
             # aiohttp keeps the request until the next one of its connection
             record.outputs = ()
 
@@ -148,9 +135,12 @@ class RequestLog:
         """Logs the requests counted since the last line; a handler of `on_cleanup`."""
         self._without_key.close()
 
-    def _fields(
-        self, request: web.Request, record: RequestRecord, trace_id: str | None
-    ) -> dict[str, str | float | None]:
+    def _log(self, request: web.Request, record: RequestRecord, trace_id: str | None) -> None:
+        if not _request_log.isEnabledFor(logging.INFO):
+            return
+        if record.status == 401:
+            self._without_key.count(f"from {request.remote}")
+            return
         account = request.get(ACCOUNT)
         fields: dict[str, str | float | None] = {
             "id": request_id(request),
@@ -178,13 +168,7 @@ class RequestLog:
                 "decode_ms": _ms(stages.first_token, stages.last_token),
                 "finish": ",".join(sorted({r.finish_reason or "error" for r in requests})),
             }
-        return fields
-
-
-def _is_logged(request: web.Request, record: RequestRecord) -> bool:
-    if local_path(request).startswith(_UNLOGGED):
-        return False
-    return request.method == "POST" or record.status >= 400
+        _request_log.info(FieldsMessage("request", fields))
 
 
 def _ms(begin: float, end: float) -> float | None:

@@ -92,7 +92,8 @@ class Tracing:
         # by one offset for all times: they keep their order
         offset = time.time_ns() - time.perf_counter_ns()
         method = request.method if request.method in HTTPMethod.__members__ else "_OTHER"
-        route = _route(request)
+        resource = request.match_info.route.resource
+        route = None if resource is None else resource.canonical  # as the server's routes have it
         name = "HTTP" if method == "_OTHER" else method
         # headers of one name count as one, with commas: several of `traceparent` are malformed
         given = {
@@ -171,12 +172,6 @@ def _traces_url(endpoint: str) -> str:
     """Returns the URL to post spans to: one without a path is the collector's base."""
     is_base = urlsplit(endpoint).path in ("", "/")
     return f"{endpoint.rstrip('/')}/v1/traces" if is_base else endpoint
-
-
-def _route(request: web.Request) -> str | None:
-    """Returns the path as the server's routes have it, None if it is none of them."""
-    resource = request.match_info.route.resource
-    return None if resource is None else resource.canonical
 
 
 def _http_attributes(request: web.Request, record: RequestRecord) -> _Attributes:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from msgspec import UnsetType
 
 from aioinfer.api.admission import bounded
 from aioinfer.api.batch.objects import Deleted
@@ -426,8 +425,7 @@ async def get_response(request: web.Request, query: ReplayQuery) -> Response | w
         return _shown(found)
     if not (found.body.stream if isinstance(found, ResponseDialect) else found.events):
         raise FieldError("stream", "needs a response that was made with background and stream")
-    first = 0 if isinstance(query.starting_after, UnsetType) else query.starting_after + 1
-    return await send_events(request, found, first)
+    return await send_events(request, found, query.starting_after + 1)
 
 
 def _find(request: web.Request) -> ResponseDialect | Stored:

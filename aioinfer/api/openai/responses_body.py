@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api import protocol
 from aioinfer.api.batch.store import Metadata
@@ -174,7 +174,7 @@ class ReplayQuery(Struct, kw_only=True):
     """The query of a stored response: whether its events are wanted, and behind which."""
 
     stream: bool = False
-    starting_after: protocol.Length | UnsetType = UNSET
+    starting_after: Annotated[int, Meta(ge=-1)] = -1
 
 
 class ResponseUsage(Struct, kw_only=True):
