@@ -145,9 +145,11 @@ class Message(Struct, kw_only=True):
         refused = media if self.role == "assistant" else RefusalPart
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, refused):
-                kind = type(part).__struct_config__.tag
-                text = f"of type {kind!r} is not for the role {self.role!r}"
-                raise FieldError(f"{where}.content[{index}]", text)
+                raise FieldError(
+                    f"{where}.content[{index}]",
+                    "is of another role: an assistant's message has no pictures and no sound, and "
+                    "others have no refusal",
+                )
 
     @property
     def is_short(self) -> bool:
