@@ -4,9 +4,11 @@ metrics about the end of a sequence."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import pytest
 
@@ -181,6 +183,28 @@ async def test_a_beam_with_its_last_token_is_not_lost(tmp_path: Path) -> None:
     assert [len(delta.token_ids) for delta in found] == [1, 1]
     assert (waits, engine.metrics.violations, other.is_finished) == (True, 0, False)
     await frontend.close()
+
+
+async def test_a_closed_engine_keeps_no_request(tmp_path: Path) -> None:
+    """Neither its queues nor a posted step, whose result has not come: else all pictures of its
+    requests would be kept with a model that is closed and still referred to."""
+    config = tiny_config(tiny_llama(tmp_path), executor="inline", **{"model.tokenizer": "none"})
+    frontend = await Frontend.launch(config)
+    engine = frontend.engines[0]
+    params = replace(GREEDY, max_tokens=50)
+    kinds = [
+        params, replace(params, logprobs=3), replace(params, allowed_token_ids=(3, 4, 5)),
+        replace(params, n=2, beam_search=BeamSearch(2)),
+    ]  # fmt: skip
+    outputs = [await frontend.submit([number] * 20, kind) for number in range(3) for kind in kinds]
+    await until_generating(frontend)
+    await until(lambda: engine.scheduler.num_in_flight and engine.scheduler.num_waiting)
+    outputs[0].abort()  # of a posted step
+    kept = [ref(each.request) for output in outputs for each in output.sequences]
+    await frontend.close()
+    del outputs
+    gc.collect()
+    assert [each() for each in kept] == [None] * 15
 
 
 async def test_an_output_that_a_stop_string_has_ended_is_restored(frontend: Frontend) -> None:

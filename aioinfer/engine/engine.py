@@ -230,13 +230,25 @@ class Engine:
         return len(self.requests.outputs())
 
     async def shutdown(self) -> None:
-        """Ends the workers, and waits until they are gone. Safe to call twice."""
+        """Ends the workers, and waits until they are gone. Safe to call twice. Its requests have
+        ended: it lets go of them."""
         self._record_check.end()
         self.turn.set()
         await self.recovery.end()
         for feature in self.features:
             feature.close()
+        self._forget_requests()
         await self._workers.end()
+
+    def _forget_requests(self) -> None:
+        """Lets go of all requests, with what they have in memory, such as pictures: posted steps
+        would keep them as long as anything refers to the engine."""
+        self.emission.emit_rest()
+        for feature in self.features:
+            feature.lose()
+            feature.restart()
+        if hasattr(self, "scheduler"):  # else the start has failed
+            self.scheduler.restart(self.scheduler.limits, ())
 
     def handle_loss(self, error: Exception) -> None:
         """Restarts the workers, or gives up; see `Recovery.handle_loss`."""
