@@ -8,6 +8,7 @@ import gc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 from weakref import ref
 
 import pytest
@@ -16,6 +17,7 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, KnownDelta, RequestOutput
 from aioinfer.engine.recovery import RestartPolicy
 from aioinfer.errors import GenerationError
+from aioinfer.executor.base import Executor
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring
@@ -316,6 +318,35 @@ async def test_a_step_that_cannot_be_posted_is_planned_again(
     assert renewed.engines[0].metrics.restarts == 1
     assert renewed.engines[0].metrics.interrupted == 2
     renewed.engines[0].scheduler.check_integrity()
+
+
+async def test_restarts_that_are_put_off_do_not_count(renewed: Frontend) -> None:
+    """Else a model that makes way for others while its workers come back would end the server."""
+    recovery = renewed.engines[0].recovery
+    make, started = recovery.new_executor, asyncio.Event()
+    assert make is not None
+
+    async def never_start(*_: object) -> NoReturn:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def new_executor() -> Executor:
+        executor = make()
+        executor.start = never_start  # type: ignore[method-assign]
+        return executor
+
+    recovery.new_executor = new_executor
+    renewed.engines[0].handle_loss(GenerationError("lost"))
+    for _ in range(4):  # more often than restarts are allowed
+        await started.wait()
+        started.clear()
+        assert recovery.policy.num_restarts == 1
+        await recovery.defer()
+    await recovery.defer()  # also before it begins
+    recovery.new_executor = make
+    assert (await complete(renewed, GREEDY)).finish_reason == "length"
+    assert recovery.policy.num_restarts == 1
 
 
 async def test_requests_whose_text_is_lost_end_and_those_that_wait_go_on(

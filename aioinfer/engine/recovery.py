@@ -107,6 +107,10 @@ class RestartPolicy:
         self.num_restarts += 1
         return min(_FIRST_DELAY_S * 2.0 ** (self.num_restarts - 1), _MAX_DELAY_S)
 
+    def take_back(self) -> None:
+        """Records that the restart under way is put off: it has not failed, and does not count."""
+        self.num_restarts -= 1
+
 
 class Workers:
     """The workers of an engine, which another executor may replace.
@@ -317,6 +321,9 @@ class Recovery:
                     report = await workers.start(no_progress)
                 self._resume(report)
                 return
+            except asyncio.CancelledError:
+                self.policy.take_back()
+                raise
             except Exception as error:  # whatever it is, the next attempt may do better
                 reason = f"{self._name}{str(error) or repr(error)}"
                 _log.warning("%s; the workers could not be restarted", reason)
@@ -324,8 +331,8 @@ class Recovery:
         await workers.end()
 
     async def defer(self) -> None:
-        """Gives up the restart that is under way, if one is: the next one begins once
-        `until_may_restart` returns, and until then requests wait for it."""
+        """Puts off the restart that is under way, if one is, which does not count then: the next
+        one begins once `until_may_restart` returns, and until then requests wait for it."""
         if self.state is EngineState.RESTARTING:
             reason = self.outage or ""
             await self.end()
