@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -28,8 +29,9 @@ _log = logging.getLogger(__name__)
 
 #: How often members are asked for.
 _ASK_S = 1.0
-#: After so long without a report, a replica counts as gone.
-_SILENCE_S = 5.0
+#: After so long without a report, a replica counts as gone; after so long, it gets no request whose
+#: replica was lost: what keeps one from reporting may keep all of them.
+_SILENCE_S, _DOUBT_S = 5.0, 3.0
 #: Before a stream that has ended is opened again.
 _PAUSE_S = 0.5
 
@@ -61,6 +63,7 @@ class Members:
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._warned: dict[str, str] = {}
+        self._heard: dict[str, float] = {}  # when each replica that is routed to reported last
 
     def start(self) -> None:
         """Begins to ask for members."""
@@ -69,6 +72,11 @@ class Members:
     async def close(self) -> None:
         """Stops."""
         await end_tasks([*self._followed.values(), *filter(None, [self._asking])])
+
+    def in_doubt(self) -> set[str]:
+        """Returns the replicas that are routed to and have been silent for some time."""
+        before = time.monotonic() - _DOUBT_S
+        return {name for name, heard in self._heard.items() if heard < before}
 
     def targets(self) -> list[dict[str, Any]]:
         """Returns the replicas in the form of Prometheus' HTTP service discovery: where each shows
@@ -126,6 +134,7 @@ class Members:
                 self._warn(address.name, f"replica {address.name} reports no more: {error!r}")
             finally:
                 self._router.leave(address.name)
+                self._heard.pop(address.name, None)
             await asyncio.sleep(_PAUSE_S)
 
     async def _watch(self, address: Address) -> None:
@@ -134,6 +143,7 @@ class Members:
         while True:
             async with self._http.get(f"{address.url}/health/ready", timeout=timeout) as response:
                 response.raise_for_status()
+            self._heard[address.name] = time.monotonic()
             if not is_known and address.name in self.urls:
                 self._router.join(address.name)
                 is_known = True
@@ -148,6 +158,7 @@ class Members:
                 address.reports_url, headers=headers, timeout=timeout, raise_for_status=True
             ) as response:
                 async for data in response.content.iter_any():
+                    self._heard[address.name] = time.monotonic()
                     for report in reader.feed(data):
                         if not (is_known or report.is_leaving) and address.name in self.urls:
                             self._on_block_size(report.block_size)

@@ -335,10 +335,11 @@ class Gateway:
         num_tries, lost_at = 0, None
         while True:
             num_tries += 1
+            unfit = avoided if lost_at is None else avoided | self._members[0].in_doubt()
             began = time.perf_counter()
-            choice = self.router.route(relay.prompt.length, relay.prompt.hashes, avoided)
+            choice = self.router.route(relay.prompt.length, relay.prompt.hashes, unfit)
             self.metrics.decision.observe(time.perf_counter() - began)
-            if choice is None or choice.replica in avoided or num_tries > _MAX_TRIES:
+            if choice is None or choice.replica in unfit or num_tries > _MAX_TRIES:
                 if choice is not None:
                     self.router.end(choice)
                 if lost_at is None or time.monotonic() > lost_at + _MAX_WAIT_S:

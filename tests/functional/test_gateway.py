@@ -168,6 +168,34 @@ async def test_a_replica_that_hangs_after_it_has_left_holds_no_stream(
         await leaver.stop()
 
 
+async def test_a_request_outlives_replicas_that_hang_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not sent to the second one, which is silent already when the first one counts as gone:
+    with two of them lost it would end with an error, as if it might be the cause."""
+    monkeypatch.setattr(members, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(members, "_DOUBT_S", 0.5)
+    monkeypatch.setattr(reporter, "HEARTBEAT_S", 0.1)
+    async with fleet(folder) as found:
+        for replica in found.replicas:
+            replica._frontend.control.pause_now()
+        asked = asyncio.create_task(found.complete(text(8, 40)))
+        await until(lambda: any(found.gateway._open.values()))
+        (name,) = found.gateway._open
+        replicas = sorted(found.replicas, key=lambda replica: replica.address.name != name)
+        for replica in replicas:
+            replica._reporter._task.cancel()
+            await asyncio.sleep(0.15)  # the other one reports once more
+        await until(lambda: found.gateway.metrics.lost._value.get())
+        assert found.gateway.router.names == {replicas[1].address.name}
+        await found.wait_for(0)
+        await found.wait_for(2)  # they report to a new connection
+        for replica in found.replicas:
+            replica._frontend.control.resume()
+        await asked
+        assert found.gateway.metrics.lost._value.get() == 1
+
+
 @pytest.mark.extended
 async def test_what_a_gateway_answers_itself(folder: Path) -> None:
     async with fleet(folder, server__api_keys=["key"]) as found:
