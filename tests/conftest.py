@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -97,3 +98,27 @@ def tokenizer_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     a run."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tokenizers"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_are_read_once() -> Iterator[None]:
+    """Reads a tokenizer anew only where the files of its folder have changed, and keeps the last
+    few: nearly all engines of a process have the demo model's, which takes a quarter of a second of
+    CPU time, and its tables of bytes are made again for each of its objects."""
+    from aioinfer.text.tokenizer import Tokenizer
+
+    load, loaded = Tokenizer.load, dict[object, Tokenizer]()
+
+    def load_once(folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
+        if chat_template is not None or not folder.is_dir():
+            return load(folder, chat_template)
+        files = [(each.name, each.stat()) for each in sorted(folder.iterdir())]
+        key = folder, *((name, of.st_ino, of.st_size, of.st_mtime_ns) for name, of in files)
+        found = loaded.pop(key, None) or load(folder)
+        loaded[key] = found
+        if len(loaded) > 4:
+            loaded.pop(next(iter(loaded)), None)
+        return found
+
+    with mock.patch.object(Tokenizer, "load", load_once):
+        yield
