@@ -76,11 +76,13 @@ def write(originals: dict[str, Path], case: Case, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def originals(tokenizer_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns files in the format of `tokenizer.json` by the names of vocabularies."""
+    """Returns files in the format of `tokenizer.json` by the names of vocabularies: Qwen's, and the
+    first words of SmolLM2's, which are read in a tenth of the time of all."""
     folder = tmp_path_factory.mktemp("originals")
     smollm2 = json.loads((smollm2_folder(tokenizer_cache) / "tokenizer.json").read_text("utf-8"))
-    merges = [tuple(each) for each in smollm2["model"]["merges"]]
-    backend = byte_level_bpe.build(smollm2["model"]["vocab"], merges)
+    vocab = {word: index for word, index in smollm2["model"]["vocab"].items() if index < 4096}
+    merges = [(a, b) for a, b in smollm2["model"]["merges"] if {a, b, a + b} <= vocab.keys()]
+    backend = byte_level_bpe.build(vocab, merges)
     backend.save(str(folder / "gpt2"))
     written = json.loads(backend.to_str())
     written["pre_tokenizer"]["pretokenizers"][-1]["add_prefix_space"] = True
