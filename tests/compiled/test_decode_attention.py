@@ -164,7 +164,7 @@ def test_alibi_compiles(is_float8: bool) -> None:
     assert "wgmma.mma_async" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.extended), 4])
 def test_norm_and_rope_in_the_kernel_take_few_barriers(group: int) -> None:
     """Barriers are needed only where layouts are converted: there were 49 when every tensor had a
     layout of its own."""
@@ -179,7 +179,7 @@ def test_sinks_take_few_barriers() -> None:
     assert with_sinks - barriers(4, projected=True) <= 4
 
 
-@pytest.mark.parametrize("projected", [True, False])
+@pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_float8_is_converted_by_instructions_for_two_numbers(projected: bool) -> None:
     """To float16 by one instruction, to bf16 by two more. What is written saturates."""
     to_bf16, to_fp16 = (

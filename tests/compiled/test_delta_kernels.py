@@ -30,6 +30,7 @@ from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
 from aioinfer.kernels.short_convolution import _short_convolution_kernel
 
 from tests.compiled.hopper import SHARED_MEMORY, check_fits, compile_call
+from tests.pairs import pairwise
 
 BF16, FLOATS, INTS = (torch.empty(8, dtype=d) for d in (torch.bfloat16, torch.float32, torch.int32))
 HEADS, CHANNELS, BLOCK = 32, 8192, 64
@@ -58,9 +59,9 @@ def test_decodes(state_dtype: torch.dtype, shape: DeltaShape) -> None:
     assert "st.global.v4.b32" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("has_starts", [False, True])
-@pytest.mark.parametrize("shape", [SHAPE, KIMI])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pairwise(
+    state_dtype=[torch.float32, torch.bfloat16], shape=[SHAPE, KIMI], has_starts=[False, True]
+)
 def test_lookahead(state_dtype: torch.dtype, shape: DeltaShape, has_starts: bool) -> None:
     """A matrix stays in registers from the first token to the last."""
     config = delta_decode_config(shape)

@@ -7,7 +7,7 @@ import asyncio
 import gzip
 import io
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from unittest import mock
 
@@ -285,7 +285,16 @@ async def hearing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
                 yield served
 
 
-@pytest.mark.parametrize("name", CASES)
+def params() -> Iterator[Any]:
+    """Yields the names of cases. Of those that some releases of libsndfile read and others do not,
+    most are extended: every third, and all that the server itself answers, are not."""
+    doubtful = [name for name, (_, message) in CASES.items() if message is None]
+    for name in CASES:
+        is_extended = name in doubtful and doubtful.index(name) % 3
+        yield pytest.param(name, marks=[pytest.mark.extended] if is_extended else [])
+
+
+@pytest.mark.parametrize("name", [*params()])
 async def test_a_file_is_refused_or_heard(name: str, hearing: Served) -> None:
     make, message = CASES[name]
     data = await asyncio.to_thread(make)
