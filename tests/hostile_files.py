@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from tests.watching import children, costs_watched, open_files
 
@@ -46,6 +47,17 @@ def cuts(makes: Mapping[str, Make], *percents: int) -> dict[str, Make]:
         for name, make in makes.items()
         for kept in percents
     }
+
+
+def params(cases: Mapping[str, str | None]) -> list[Any]:
+    """Returns the names of files as parameters, given the messages with which they are refused. Of
+    those that libraries may read or not (None), two of three are extended."""
+    names = list(cases)
+    doubtful = [name for name in names if cases[name] is None]
+    extended = {name for number, name in enumerate(doubtful) if number % 3}
+    return [
+        pytest.param(name, marks=pytest.mark.extended if name in extended else ()) for name in names
+    ]
 
 
 async def at_bounded_cost(request: Callable[[], Awaitable[T]]) -> T:

@@ -462,8 +462,9 @@ def test_chunks_and_decodes_in_mixed_batches(case: Case):
 
 @pytest.mark.parametrize("case", FIRST, indirect=True)
 def test_decodes_alone(case: Case):
-    """Variants have decodes in mixed batches."""
-    assert_close(PagedModel(case.ours, 4).run_at_random(TEXTS, longest=1, seed=3), case.expected)
+    """Variants, and the longest text, have decodes in mixed batches."""
+    logits = PagedModel(case.ours, 4).run_at_random(TEXTS[1:], longest=1, seed=3)
+    assert_close(logits, case.expected[1:])
 
 
 def test_bytes_of_the_weights(case: Case):

@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import select
 from collections import deque
@@ -11,7 +12,6 @@ from collections import deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import multiprocessing
 
 from aioinfer.ipc.ring import Ring, RingFullError
 from tests.waiting import new_shared_files, shared_files

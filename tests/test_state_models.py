@@ -76,9 +76,9 @@ KINDS = (
     "qwen3_5", "lfm2", "kimi_linear", "falcon_h1", "bamba", "nemotron", "gemma4", "gemma3n",
     "windows",
 )  # fmt: skip
-#: One of each kind of state, and of each kind of shared keys. Kimi-Linear's attention keeps latent
-#: vectors, which float8 is refused for.
-STATES_BESIDE_KEYS = ("qwen3_5", "lfm2_moe", "falcon_h1", "bamba", "gemma4", "gemma3n")
+#: One of each kind of state (Bamba's is Falcon's, in layers apart as Qwen3.5's), and of each kind
+#: of shared keys. Kimi-Linear's attention keeps latent vectors, which float8 is refused for.
+STATES_BESIDE_KEYS = ("qwen3_5", "lfm2_moe", "falcon_h1", "gemma4", "gemma3n")
 
 
 def params() -> Iterator[Any]:

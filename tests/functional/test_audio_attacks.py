@@ -7,7 +7,7 @@ import asyncio
 import gzip
 import io
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from tests.hostile_files import (
     cuts,
     noise,
     nothing_left,
+    params,
     put,
     riff,
 )
@@ -285,16 +286,7 @@ async def hearing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
                 yield served
 
 
-def params() -> Iterator[Any]:
-    """Yields the names of cases. Of those that some releases of libsndfile read and others do not,
-    most are extended: every third, and all that the server itself answers, are not."""
-    doubtful = [name for name, (_, message) in CASES.items() if message is None]
-    for name in CASES:
-        is_extended = name in doubtful and doubtful.index(name) % 3
-        yield pytest.param(name, marks=[pytest.mark.extended] if is_extended else [])
-
-
-@pytest.mark.parametrize("name", [*params()])
+@pytest.mark.parametrize("name", params({name: case[1] for name, case in CASES.items()}))
 async def test_a_file_is_refused_or_heard(name: str, hearing: Served) -> None:
     make, message = CASES[name]
     data = await asyncio.to_thread(make)

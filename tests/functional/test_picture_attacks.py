@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from tests.functional.conftest import Served, serve
-from tests.hostile_files import Make, at_bounded_cost, nothing_left
-from tests.hostile_pictures import BROKEN, CASES, NO, PNG, RGB
+from tests.hostile_files import Make, at_bounded_cost, nothing_left, params
+from tests.hostile_pictures import BROKEN, CASES, LARGEST, NO, PNG, RGB
 from tests.vision_models import as_url, save_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -99,19 +99,22 @@ async def check(server: Served, data: bytes, message: str | None, number: int = 
         assert (message or "") in error["message"]
 
 
-# the largest take up to 250 MB, to which a process that has run other tests may add the rest:
-# `make test-extended` has a process for them
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.extended if name.startswith("largest") else ())
-        for name in CASES
-    ],
-)
+#: Each with the message with which it is refused: see `params`.
+FILES = {name: case if isinstance(case, tuple) else (case, None) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", params({name: case[1] for name, case in FILES.items()}))
 async def test_a_file_is_refused_or_read(name: str, sighted: Served) -> None:
-    case = CASES[name]
-    file, message = case if isinstance(case, tuple) else (case, None)
+    file, message = FILES[name]
     await check(sighted, await asyncio.to_thread(body_of, file), message)
+
+
+# these take up to 250 MB, to which a process that has run other tests may add the rest:
+# `make test-extended` has a process for them
+@pytest.mark.extended
+@pytest.mark.parametrize("name", LARGEST)
+async def test_one_of_the_largest_is_refused_or_read(name: str, sighted: Served) -> None:
+    await check(sighted, await asyncio.to_thread(body_of, LARGEST[name][0]), LARGEST[name][1])
 
 
 @pytest.mark.parametrize("name", URLS)
