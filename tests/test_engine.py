@@ -209,6 +209,23 @@ async def test_a_closed_engine_keeps_no_request(tmp_path: Path) -> None:
     assert [each() for each in kept] == [None] * 15
 
 
+async def test_a_closed_engine_keeps_no_request_of_a_posted_step(frontend: Frontend) -> None:
+    """All have ended; what the cache holds can still be read."""
+    scheduler = frontend.engines[0].scheduler
+    cached = scheduler.kv_cache
+    output = await frontend.submit(PROMPT, LONG)
+    await until_generating(frontend)
+    output.abort()
+    assert scheduler.num_in_flight
+    kept = ref(output.sequences[0].request)
+    await frontend.close()
+    del output
+    gc.collect()
+    assert kept() is None
+    assert scheduler.kv_cache is cached
+    scheduler.check_integrity()
+
+
 async def test_an_output_that_a_stop_string_has_ended_is_restored(frontend: Frontend) -> None:
     """From tokens: the text ends before the stop string, of which earlier tokens have a part."""
     whole = await complete(frontend, GREEDY)

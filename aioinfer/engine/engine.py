@@ -248,7 +248,10 @@ class Engine:
             feature.lose()
             feature.restart()
         if hasattr(self, "scheduler"):  # else the start has failed
-            self.scheduler.restart(self.scheduler.limits, ())
+            if self.scheduler.is_idle:
+                self.scheduler.forget_posted()
+            else:
+                self.scheduler.restart(self.scheduler.limits, ())
 
     def handle_loss(self, error: Exception) -> None:
         """Restarts the workers, or gives up; see `Recovery.handle_loss`."""

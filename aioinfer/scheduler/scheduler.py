@@ -208,9 +208,13 @@ class Scheduler:
             limits: of the new workers.
             requests: all that have not ended. Others that are queued are forgotten.
         """
+        self.forget_posted()
+        self._requeue(limits, requests)
+
+    def forget_posted(self) -> None:
+        """Forgets the posted steps: their results will not come."""
         self._posted.clear()
         self.pacing.clear()
-        self._requeue(limits, requests)
 
     def rebuild(self, kept: Iterable[Request], ended: Iterable[Request]) -> None:
         """Rebuilds all records, after they were found to contradict each other. The workers go on:
