@@ -50,6 +50,17 @@ class VectorConfig:
     num_warps: int
 
 
+@dataclass(frozen=True, slots=True)
+class PipelinedConfig:
+    """The compile-time configuration of `expert_hopper`, with buckets.
+
+    Attributes:
+        stages: of the ring in shared memory.
+    """
+
+    stages: int = 4
+
+
 #: By the average rows of an expert up to which each is used, with buckets. There
 #: are as many programs as fit a multiprocessor's shared memory: a third of the tiles that there may
 #: be in a decode step are none, and a program that ends at once takes another's place for a while.

@@ -28,10 +28,12 @@ from aioinfer.kernels.expert_arguments import (
 )
 from aioinfer.kernels.expert_configs import (
     ExpertConfig,
+    PipelinedConfig,
     VectorConfig,
     expert_config,
     vector_config,
 )
+from aioinfer.kernels.expert_hopper import launch_pipelined, pipelined_config
 from aioinfer.kernels.expert_matrix import launch_tiles
 from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.expert_vector import launch_vector
@@ -60,7 +62,7 @@ def expert_product(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    config: ExpertConfig | VectorConfig | None = None,
+    config: ExpertConfig | VectorConfig | PipelinedConfig | None = None,
 ) -> torch.Tensor:
     """Returns the product of each pair's row with its expert's weight.
 
@@ -96,28 +98,35 @@ def expert_product(
     if out is None:
         dtype = dtype or values.dtype
         out = torch.empty(routed.experts.numel(), width, dtype=dtype, device=values.device)
-    config = config or _select_config(x, weight, routed, gated=gated)
+    given = ExpertArguments(weight, routed, gated, bias, activation, norm_weight, pdl)
+    config = config or _select_config(x, given)
     if norm_weight is not None and not (
         gated and routed.norm_factors is not None and isinstance(config, VectorConfig)
     ):
         raise ValueError("the first product of one token does the norm, if the routing did it")
-    given = ExpertArguments(weight, routed, gated, bias, activation, norm_weight, pdl)
     if isinstance(config, VectorConfig):
         assert isinstance(x, torch.Tensor)
         launch_vector(x, given, out, config)
+    elif isinstance(config, PipelinedConfig):
+        assert isinstance(x, torch.Tensor)
+        launch_pipelined(x, given, out, config)
     else:
         launch_tiles(x, given, out, config)
     return out
 
 
 def _select_config(
-    x: torch.Tensor | ScaledInputs, weight: ExpertWeights, routed: RoutedTokens, *, gated: bool
-) -> ExpertConfig | VectorConfig:
+    x: torch.Tensor | ScaledInputs, given: ExpertArguments
+) -> ExpertConfig | VectorConfig | PipelinedConfig:
     """Returns the configuration by the number of tokens and the format of the weight."""
+    weight, routed, gated = given.weight, given.routed, given.gated
     tokens, top_k = routed.experts.shape
     is_plain = isinstance(x, torch.Tensor) and not isinstance(weight, PackedExperts)
     if routed.counts is None and tokens == 1 and is_plain:
         return vector_config(gated=gated, itemsize=values_and_scales(weight)[0].element_size())
+    pipelined = pipelined_config(given)
+    if pipelined is not None:
+        return pipelined
     num_experts = weight.shape[0] if routed.counts is None else len(routed.counts)
     values = x if isinstance(x, torch.Tensor) else x.values
     format = format_name(weight, quantized=isinstance(x, ScaledInputs))

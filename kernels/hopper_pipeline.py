@@ -1,10 +1,11 @@
 """Parts shared by the Gluon kernels of products on Hopper GPUs: the order of their tiles, the ring
 of stages in shared memory, the producer warp that loads them with TMA, and the descriptors of TMA.
 
-Used by `gated_product`, `split_product`, `scaled_hopper`, `block_hopper` and `grouped_hopper`. A
-ring has two barriers for each stage: `full` completes when the loaded data is there, `empty` when
-all consumer warpgroups have read it. Tiles are ordered so that the weights that a group of token
-tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019).
+Used by `gated_product`, `split_product`, `scaled_hopper`, `block_hopper` and `grouped_hopper`, and
+in part by `expert_hopper`. A ring has two barriers for each stage: `full` completes when the loaded
+data is there, `empty` when all consumer warpgroups have read it. Tiles are ordered so that the
+weights that a group of token tiles has in common stay in the L2 cache (Tillet et al., "Triton",
+2019).
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -233,15 +234,18 @@ def few_registers(tokens: int) -> int:
     return max(72, 40 + tokens // 2)
 
 
-def consumer_registers(launched: int, consumers: int) -> int:
+def consumer_registers(
+    launched: int, consumers: int, producer: int = PRODUCER_REGISTERS.value
+) -> int:
     """Returns the registers of a consumer's thread: its share of the registers that the producer
     leaves, in the granularity of setmaxnreg.
 
     Args:
         launched: of each thread, as the kernel is launched.
         consumers: as for `all_registers`.
+        producer: of each thread of the producer's warpgroup.
     """
-    return ((consumers + 1) * launched - PRODUCER_REGISTERS.value) // consumers // 8 * 8
+    return ((consumers + 1) * launched - producer) // consumers // 8 * 8
 
 
 def supports_product(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -19,7 +19,14 @@ import torch
 
 from aioinfer.kernels.activation import GATE_RUN, gated_activation
 from aioinfer.kernels.expert_arguments import GELU, LINEAR, SILU, SQUARED_RELU, Activation
-from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
+from aioinfer.kernels.expert_configs import (
+    SCANNED_TOKENS,
+    TABLES,
+    WIDE_CONFIG,
+    ExpertConfig,
+    PipelinedConfig,
+)
+from aioinfer.kernels.expert_hopper import supports_weight
 from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import (
     FEW_TOKENS,
@@ -60,7 +67,7 @@ ACTIVATIONS = {
     ("silu", True): SILU, ("gelu_pytorch_tanh", True): GELU, ("relu2", False): SQUARED_RELU,
 }  # fmt: skip
 #: The configurations of both products; None for a configuration that the number of tokens selects.
-_Configs = tuple[ExpertConfig | None, ExpertConfig | None]
+_Configs = tuple[ExpertConfig | PipelinedConfig | None, ExpertConfig | PipelinedConfig | None]
 _RoutingConfigs: TypeAlias = RoutingConfig | FewTokensConfig | None
 
 
@@ -186,14 +193,17 @@ class KernelMixtureMLP(MixtureMLP):
             *((2, False, routings[0], pair) for pair in products[1:]),
         ]
 
-    def _sorted_configs(self, is_first: bool) -> list[ExpertConfig]:
+    def _sorted_configs(self, is_first: bool) -> list[ExpertConfig | PipelinedConfig]:
         """Returns the configurations of a product with buckets."""
         stacked = self.stacked
         stack = stacked.first if is_first else stacked.second
         if self._backend.dtype.itemsize > 2 and stack.input_format is None:
             return [WIDE_CONFIG]
         name = format_name(stack.weight, quantized=stack.input_format is not None)
-        return [config for _, config in TABLES[name][1]]
+        configs: list[ExpertConfig | PipelinedConfig] = [each for _, each in TABLES[name][1]]
+        if not is_first and supports_weight(stack.weight, stacked.biases[1]):
+            configs.append(PipelinedConfig())
+        return configs
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""

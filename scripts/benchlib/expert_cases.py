@@ -16,6 +16,7 @@ import torch
 from aioinfer.kernels.expert_configs import (
     SCANNED_TOKENS,
     ExpertConfig,
+    PipelinedConfig,
     VectorConfig,
     expert_config,
     vector_config,
@@ -34,6 +35,7 @@ from aioinfer.kernels.expert_routing import (
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_sum import CONFIG, summed_product
+from aioinfer.kernels.launch import is_hopper
 from aioinfer.kernels.norm import rms_norm
 
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
@@ -47,7 +49,7 @@ SKEWED_TOKENS = (32, 128, 256, 8192)
 #: Products are checked on so many tokens, the last ones.
 CHECKED = 32
 SHARED_BYTES = 220_000  # of a program
-Config = ExpertConfig | VectorConfig
+Config = ExpertConfig | VectorConfig | PipelinedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,8 @@ def product_configs(tokens: int, routed: RoutedTokens, gated: bool, tune: bool) 
     if scanned and tokens == 1:
         table = vector_config(gated=gated)
     yield table
+    if not gated and not scanned and is_hopper(torch.device(DEVICE)):
+        yield PipelinedConfig()
     if not tune:
         return
     if scanned and tokens == 1:
@@ -281,6 +285,8 @@ def tile_variants(tokens: int, scanned: bool) -> Iterator[ExpertConfig]:
 def label(config: Config) -> str:
     if isinstance(config, VectorConfig):
         return f"vector n{config.features} k{config.step} w{config.num_warps}"
+    if isinstance(config, PipelinedConfig):
+        return f"pipelined s{config.stages}"
     name = f"n{config.lines} m{config.rows} k{config.step} w{config.num_warps}"
     return f"{name} s{config.num_stages}{' tma' * config.tma} p{config.programs} t{config.tail}"
 

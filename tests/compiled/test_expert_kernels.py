@@ -14,21 +14,35 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels import expert_matrix, expert_routing, expert_sum, expert_vector
+from aioinfer.kernels import (
+    expert_hopper,
+    expert_matrix,
+    expert_routing,
+    expert_sum,
+    expert_vector,
+)
 from aioinfer.kernels.expert_arguments import FLOATS, INTEGERS, PLAIN, SCALED, ExpertSpec
 from aioinfer.kernels.expert_configs import (
     CONFIGS,
     SCANNED_CONFIGS,
     TABLES,
     ExpertConfig,
+    PipelinedConfig,
     vector_config,
 )
 from aioinfer.kernels.expert_matrix import scanned_pairs
 from aioinfer.kernels.expert_routing import RoutingConfig, RoutingSpec, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.hopper_pipeline import (
+    STEP,
+    WEIGHT_ROWS,
+    all_registers,
+    consumer_registers,
+)
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import check_fits, compile_kernel
+from tests.compiled.hopper import box, check_fits, compile_gluon, compile_kernel
 from tests.pairs import pairwise
 
 pytestmark = pytest.mark.extended
@@ -105,6 +119,34 @@ def test_products(config: ExpertConfig, scanned: bool, gated: bool, partial: boo
     assert re.search(by_warps if config.rows == 8 else by_groups, ptx)
     assert "cp.async.ca" not in ptx  # less than 16 bytes at a time
     assert ("cp.async.bulk.tensor" in ptx) == config.tma
+
+
+@pairwise(
+    kind=[gl.bfloat16, gl.float16], experts=[8, EXPERTS, 257], inputs=[512, CHANNELS, 3584],
+    outputs=[HIDDEN, 2880],
+)  # fmt: skip
+def test_the_pipelined_product(experts: int, inputs: int, outputs: int, kind: gl.dtype) -> None:
+    """Results are written 16 bytes at a time."""
+    loader, launched = expert_hopper.LOADER_REGISTERS, all_registers(expert_hopper.CONSUMERS)
+    types = {
+        "x": box(kind, expert_hopper.TOKENS, STEP), "weight": box(kind, WEIGHT_ROWS, STEP),
+        "factors": "*fp32", "counts": "*i32", "buckets": "*i32", "out": f"*{kind.name}",
+    }  # fmt: skip
+    constants = {
+        "STEPS": inputs // STEP, "WIDTH": outputs, "LINE_TILES": -(-outputs // expert_hopper.LINES),
+        "EXPERTS": experts, "PAD": expert_hopper.padded(experts),
+        "STAGES": PipelinedConfig().stages,
+        "CONSUMER_REGISTERS": consumer_registers(launched, expert_hopper.CONSUMERS, loader),
+        "LOADER_REGISTERS": loader, "PDL": True,
+    }  # fmt: skip
+    kernel = compile_gluon(
+        expert_hopper._expert_hopper_kernel, types, constants, registers=launched
+    )
+    check_fits(kernel)
+    ptx = kernel.asm["ptx"]
+    for tokens in (64, 128):
+        assert re.search(rf"wgmma\.mma_async\S*m64n{tokens}k16\.f32", ptx)
+    assert set(re.findall(r"st\.global\.\S+", ptx)) == {"st.global.v4.b32"}
 
 
 def quantized_products() -> Iterator[tuple[str, ExpertConfig, bool, bool]]:

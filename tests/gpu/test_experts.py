@@ -16,10 +16,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.expert_configs import CONFIGS, SCANNED_CONFIGS, ExpertConfig, VectorConfig
+from aioinfer.kernels.expert_configs import (
+    CONFIGS,
+    SCANNED_CONFIGS,
+    ExpertConfig,
+    PipelinedConfig,
+    VectorConfig,
+)
 from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingRule, route
 from aioinfer.kernels.expert_sum import CONFIG
+from aioinfer.kernels.launch import is_hopper
 from cases import error
 from engine_settings import (
     NEEDS_TWO,
@@ -114,6 +121,27 @@ def test_every_tile(config: ExpertConfig, tma: bool) -> None:
             assert error(whole(one, config)) < LIMIT, (shape, tokens)
 
 
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or not is_hopper(torch.device(DEVICE)),
+    reason="needs a Hopper GPU",
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "unaligned"])
+def test_the_pipelined_kernel(shape: str) -> None:
+    """With few rows of an expert and with many, an expert of all tokens, some experts of a rank,
+    and experts without rows."""
+    rule = SHAPES[shape][2]
+    for tokens, options in (
+        (17, {"dtype": torch.float16}), (130, {"shared": "gated"}), (3000, {}),
+        (700, {"local": range(1, rule.num_experts - 1)}),
+        (1025, {"favoured": list(range(rule.top_k))}),
+    ):  # fmt: skip
+        one = case(shape, tokens, buckets=True, **options)
+        assert error(whole(one, PipelinedConfig())) < LIMIT, (tokens, options)
+
+
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize(("bound", "config"), SCANNED_CONFIGS)
 def test_every_tile_without_buckets(bound: int, config: ExpertConfig, tma: bool) -> None:
@@ -144,7 +172,7 @@ def test_one_token_in_three_launches(shape: str) -> None:
             assert error(one_token(one, config)) < 1e-4
 
 
-@pytest.mark.parametrize("tokens", [1, 12, 64, 256, 2000])
+@pytest.mark.parametrize("tokens", [1, 12, 64, 256, 2000, 8192])
 def test_replayed_graphs_route_anew(tokens: int) -> None:
     """Dependent launches in a graph, which is replayed for other tokens: the result is that of
     launches one by one, bit for bit, whatever places pairs have in their buckets."""
@@ -248,10 +276,10 @@ def test_copies_of_experts_give_the_tokens_of_transformers(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_nothing_is_compiled_while_serving(load_format: str, tmp_path: Path) -> None:
-    """For any number of tokens, in bf16."""
-    fields = FAMILIES["qwen3_moe"]
+@pytest.mark.parametrize(("load_format", "channels"), [("auto", 96), ("auto", 128), ("dummy", 96)])
+def test_nothing_is_compiled_while_serving(load_format: str, channels: int, tmp_path: Path) -> None:
+    """For any number of tokens, in bf16, and with experts that the pipelined kernel supports."""
+    fields = FAMILIES["qwen3_moe"] | {"moe_intermediate_size": channels}
     random_model(
         tmp_path, family="qwen3_moe", vocab_size=4096, hidden_size=512,
         max_position_embeddings=1024, **fields,

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from aioinfer.kernels.expert_arguments import SILU, Activation
-from aioinfer.kernels.expert_configs import SCANNED_TOKENS, ExpertConfig, VectorConfig
+from aioinfer.kernels.expert_configs import (
+    SCANNED_TOKENS,
+    ExpertConfig,
+    PipelinedConfig,
+    VectorConfig,
+)
 from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
@@ -247,7 +252,7 @@ def _weights_and_biases(
 
 def whole(
     case: ExpertCase,
-    config: ExpertConfig | VectorConfig | None = None,
+    config: ExpertConfig | VectorConfig | PipelinedConfig | None = None,
     *,
     residual: bool = True,
     added: bool = False,
@@ -263,16 +268,17 @@ def whole(
     local = range(case.num_experts) if case.local is None else case.local
     weights, biases = _weights_and_biases(case, given, like)
     bias = [None if biases is None else one[local.start : local.stop] for one in biases or (0, 0)]
-    options = {"config": config, "dtype": case.dtype}
+    first = None if isinstance(config, PipelinedConfig) else config
     gated = expert_product(
         _given(case, given.x), _part(weights[0], local), found, gated=True, bias=bias[0],
-        activation=case.activation, out=poisoned(pairs, case.channels, **like), **options,
+        activation=case.activation, out=poisoned(pairs, case.channels, **like), config=first,
+        dtype=case.dtype,
     )  # fmt: skip
     if case.quantized and case.local is not None:
         gated.nan_to_num_()  # rows that no expert here has; quantized, they are nobody's
     outputs = expert_product(
         _given(case, gated), _part(weights[1], local), found, gated=False, bias=bias[1],
-        out=poisoned(pairs, case.hidden, **like), **options,
+        out=poisoned(pairs, case.hidden, **like), config=config, dtype=case.dtype,
     )  # fmt: skip
     out = poisoned(tokens, case.hidden, **like)
     sum_pairs(outputs, found, residual=others[0], added=others[1], out=out)
