@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aioinfer.api.delivery import DirectSink
-from aioinfer.api.openai.completions import CompletionChunk, CompletionRequest, CompletionWriter
+from aioinfer.api.openai.completions import Completion, CompletionRequest, CompletionWriter
 from aioinfer.api.server import HttpServer
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
@@ -339,7 +339,7 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
     """Returns the CPU time in us a token of the same work, up to the bytes of each event, over
     `NoTransport`s."""
     frontend = await make_frontend(streams, delay_s)
-    chunk = CompletionChunk(
+    chunk = Completion(
         id="cmpl-0123456789abcdef01234567",
         created=int(time.time()),
         model="m",

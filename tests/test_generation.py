@@ -18,7 +18,7 @@ from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.openai import chat
 from aioinfer.api.openai.chat import ChatChunk, ChatDialect, ChatRequest, ChatWriter
 from aioinfer.api.openai.completions import (
-    CompletionChunk,
+    Completion,
     CompletionDialect,
     CompletionRequest,
     CompletionWriter,
@@ -58,7 +58,7 @@ def text_writer(echo: str = "2 + 2", index: int = 0, **fields: Any) -> ChoiceWri
     dialect.frontend = cast(Any, SimpleNamespace(tokenizer=object()))
     dialect.body = CompletionRequest(prompt="2 + 2", stream=True, **fields)
     usage = None if dialect.body.usage.include_usage else UNSET
-    dialect.chunk, dialect.names = CompletionChunk(**SHARED, usage=usage), None
+    dialect.chunk, dialect.names = Completion(**SHARED, usage=usage), None
     dialect.echoes = [echo]
     return CompletionWriter(dialect, OUTPUT, index)
 

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
 from aioinfer.api.generation import Generation
-from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
+from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted
 from aioinfer.api.messages import Message, TextPart, template_messages
 from aioinfer.api.openai import chunks
 from aioinfer.api.prompts import cut, max_uncut
@@ -127,20 +127,22 @@ class ChatCall(Struct, kw_only=True):
     function: CalledFunction
 
 
-class ChatDelta(Struct, kw_only=True):
-    """What a chunk adds to a message."""
+class AssistantMessage(Struct, kw_only=True):
+    """The model's message, or what a chunk adds to it; the thought has the names of two other
+    servers."""
 
     role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
     tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
-class ChatChunkChoice(chunks.ChunkChoice, kw_only=True):
+class ChatChunkChoice(chunks.Choice, kw_only=True):
     """A choice in a chunk."""
 
-    delta: ChatDelta
+    delta: AssistantMessage
     logprobs: ChatLogprobs | None = None
 
 
@@ -151,17 +153,6 @@ class ChatChunk(chunks.Chunk, kw_only=True):
     choices: Sequence[ChatChunkChoice] = ()
 
 
-class AssistantMessage(Struct, kw_only=True):
-    """The model's message; the thought has the names of two other servers."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ChatCall] | UnsetType = UNSET
-
-
 class ChatChoice(chunks.Choice, kw_only=True):
     """One answer."""
 
@@ -169,14 +160,11 @@ class ChatChoice(chunks.Choice, kw_only=True):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(chunks.Envelope, kw_only=True):
+class ChatCompletion(chunks.Chunk, kw_only=True):
     """The reply of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-    usage: chunks.Usage
-    prompt_logprobs: list[Any] | None
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    choices: Sequence[ChatChoice]
 
 
 class ChatWriter(chunks.ChunkWriter):
@@ -185,7 +173,7 @@ class ChatWriter(chunks.ChunkWriter):
 
     def __init__(self, dialect: ChatDialect, output: RequestOutput, index: int):
         super().__init__(dialect, output, index)
-        self.empty = ChatChunkChoice(index=index, delta=ChatDelta())
+        self.empty = ChatChunkChoice(index=index, delta=AssistantMessage())
         self._frontend, self._parses = dialect.frontend, dialect.turn.parses
         self._parser = make_parser(dialect.frontend, dialect.turn)
         #: The arguments of the last call, in pieces.
@@ -199,10 +187,10 @@ class ChatWriter(chunks.ChunkWriter):
     def opening(self) -> Iterator[bytes]:
         """See `ChunkWriter.opening`: the first chunk names the role, and has the prompt's ids."""
         prompt = UNSET if self._prompt_token_ids is None else self._prompt_token_ids
-        role = replace(self.empty, delta=ChatDelta(role="assistant", content=""))
+        role = replace(self.empty, delta=AssistantMessage(role="assistant", content=""))
         yield self.event(role, prompt_token_ids=prompt)
 
-    def choices(self, delta: Delta) -> Iterator[chunks.ChunkChoice]:
+    def choices(self, delta: Delta) -> Iterator[chunks.Choice]:
         """See `ChunkWriter.choices`."""
         if not self._parses:
             yield from super().choices(delta)
@@ -218,16 +206,16 @@ class ChatWriter(chunks.ChunkWriter):
             reason = _finish_reason(reason, delta.stop_reason, "".join(self._arguments))
         yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
 
-    def shown(self, text: str) -> chunks.ChunkChoice:
+    def shown(self, text: str) -> chunks.Choice:
         """See `ChunkWriter.shown`."""
-        return replace(self.empty, delta=ChatDelta(content=text))
+        return replace(self.empty, delta=AssistantMessage(content=text))
 
     def logprobs(self, delta: Delta) -> ChatLogprobs:
         """See `ChunkWriter.logprobs`."""
         return chat_logprobs(self._names, delta.logprobs or ())
 
-    def _delta(self, delta: MessageDelta) -> ChatDelta:
-        found = ChatDelta()
+    def _delta(self, delta: MessageDelta) -> AssistantMessage:
+        found = AssistantMessage()
         if delta.reasoning:
             found.reasoning_content = found.reasoning = delta.reasoning
         if delta.content:
@@ -255,7 +243,7 @@ class ChatDialect(chunks.ChunkDialect[ChatRequest]):
     body_type = ChatRequest
     reply_type = ChatCompletion
     id_prefix = "chatcmpl-"
-    chunk_type, writer_type = ChatChunk, ChatWriter
+    writer_type = ChatWriter
     event_types = (ChatChunk,)
 
     @property
@@ -289,7 +277,7 @@ class ChatDialect(chunks.ChunkDialect[ChatRequest]):
         self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
     ) -> ChatCompletion:
         """See `Dialect.whole`."""
-        (output,), num_top = outputs, self.body.prompt_logprobs
+        (output,) = outputs
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         return ChatCompletion(
             **self.envelope,
@@ -297,14 +285,13 @@ class ChatDialect(chunks.ChunkDialect[ChatRequest]):
                 await self._choice(output, index, delta) for index, delta in enumerate(choices)
             ],
             usage=chunks.usage(outputs, num_tokens, self._count_thought),
-            prompt_logprobs=await prompt_logprobs(self.names, output.prompt_scores, num_top),
-            prompt_token_ids=output.prompt_token_ids if self.with_ids else UNSET,
+            **await self.prompt_fields(output),
         )
 
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
         """Returns a choice of a reply: the message, the ids of its tokens and their
         log-probabilities."""
-        message = AssistantMessage(content=delta.text)
+        message = AssistantMessage(role="assistant", content=delta.text, refusal=None)
         fields = self.choice_fields(output, index, delta)
         if self.turn.parses:
             parsed = await parse_message(self.frontend, self.turn, delta.text)

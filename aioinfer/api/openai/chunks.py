@@ -26,6 +26,7 @@ from aioinfer.api.generation import (
     data_event,
     timings,
 )
+from aioinfer.api.logprobs import prompt_logprobs
 from aioinfer.api.protocol import SamplingBody
 from aioinfer.engine.output import FIRST_VERSION, Delta, RequestOutput, StopReason
 
@@ -66,44 +67,32 @@ class Usage(Struct, kw_only=True):
     weight_versions: Sequence[str] | UnsetType = UNSET
 
 
-class Envelope(Struct, kw_only=True):
-    """The fields that replies and chunks have in common; `created` is in Unix seconds."""
+class Choice(Struct, kw_only=True):
+    """The fields that all choices have, of replies in one piece and of chunks: the ids of the
+    tokens where they are asked for (vLLM's field), and what features of other packages have found.
+    The last chunk of a choice has the `finish_reason`, and as the `stop_reason` the token id or
+    string that ended the text."""
+
+    index: int
+    token_ids: Sequence[int] | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    features: dict[str, Any] | UnsetType = UNSET
+
+
+class Chunk(Struct, kw_only=True):
+    """An event of a stream, or a reply in one piece, which has all of it; `created` is in Unix
+    seconds. Where the client wants the usage, it is null in all chunks but the last one, unless
+    each is to have the usage so far."""
 
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str | None
-
-
-class Choice(Struct, kw_only=True):
-    """The fields that choices of replies in one piece have in common, with the ids of their tokens
-    where they are asked for, and what features of other packages have found."""
-
-    index: int
-    finish_reason: str | None
-    stop_reason: StopReason
-    token_ids: list[int] | UnsetType = UNSET
-    features: dict[str, Any] | UnsetType = UNSET
-
-
-class ChunkChoice(Struct, kw_only=True):
-    """A choice in a chunk. Those of both APIs have, behind what is new of the text, the ids of its
-    tokens where they are asked for (vLLM's fields). The last chunk of a choice has the
-    `finish_reason`, and as the `stop_reason` the token id or string that ended the text."""
-
-    index: int
-    token_ids: Sequence[int] | UnsetType = UNSET
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-
-
-class Chunk(Envelope, kw_only=True):
-    """An event of a stream. Where the client wants the usage, it is null in all but the last
-    one, unless each is to have the usage so far."""
-
-    choices: Sequence[ChunkChoice] = ()
+    choices: Sequence[Choice] = ()
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
@@ -113,14 +102,14 @@ class ChunkDialect(TextDialect[S]):
     """The words of completions and chat completions: the part that they have in common.
 
     Attributes:
-        chunk_type, writer_type: the types of a stream's chunks, and of what writes a choice.
+        writer_type: the type of what writes a choice of a stream.
         envelope: the fields that the reply has whatever it is.
         chunk: a chunk without choices.
         names: gives the tokens' texts in log-probabilities; None where they name ids.
         writers: of the choices, in their order.
     """
 
-    chunk_type: ClassVar[type[Chunk]]
+    event_types: ClassVar[Sequence[type[Chunk]]]
     writer_type: ClassVar[type[ChunkWriter]]
 
     def __init__(self, request: web.Request, body: S):
@@ -132,7 +121,7 @@ class ChunkDialect(TextDialect[S]):
             "system_fingerprint": request.app[FINGERPRINTS][self.frontend.config.name],
         }
         usage = None if body.usage.include_usage else UNSET
-        self.chunk = self.chunk_type(usage=usage, **self.envelope)
+        self.chunk = self.event_types[0](usage=usage, **self.envelope)
         self.names = None if body.return_tokens_as_token_ids else self.frontend.tokenizer
         self.writers: list[ChunkWriter] = []
         self._count_thought: ThoughtCount | None = None
@@ -141,6 +130,14 @@ class ChunkDialect(TextDialect[S]):
     def with_ids(self) -> bool:
         """Whether events have the ids of their tokens, and the first one those of the prompt."""
         return bool(self.body.return_token_ids)
+
+    async def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Returns what a reply in one piece says of a prompt."""
+        scores, num_top = output.prompt_scores, self.body.prompt_logprobs
+        return {
+            "prompt_token_ids": output.prompt_token_ids if self.with_ids else UNSET,
+            "prompt_logprobs": await prompt_logprobs(self.names, scores, num_top),
+        }
 
     def choice_fields(self, output: RequestOutput, index: int, delta: Delta) -> dict[str, Any]:
         """Returns the fields of `Choice` of choice `index` of a reply, all of which is in a
@@ -175,7 +172,7 @@ class ChunkWriter(ChoiceWriter):
         empty: the choice in a chunk that adds nothing.
     """
 
-    empty: ChunkChoice
+    empty: Choice
 
     def __init__(self, dialect: ChunkDialect[Any], output: RequestOutput, index: int):
         """Makes the writer of choice `index`, which is one of an output."""
@@ -221,7 +218,7 @@ class ChunkWriter(ChoiceWriter):
         parts += [self.event(choice) for choice in self.choices(delta)]
         return b"".join(parts)
 
-    def event(self, choice: ChunkChoice, **fields: Any) -> bytes:
+    def event(self, choice: Choice, **fields: Any) -> bytes:
         """Returns a chunk of the choice, with further fields of the chunk."""
         if self._usage_of is not None:
             fields["usage"] = usage([self._usage_of], self.num_tokens)
@@ -231,7 +228,7 @@ class ChunkWriter(ChoiceWriter):
         """Returns the events before those of the first delta."""
         return ()
 
-    def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
+    def choices(self, delta: Delta) -> Iterator[Choice]:
         """Yields the choice as the chunks of a delta have it; by default its text is shown as it
         is."""
         reason, fields = delta.finish_reason, self.fields(delta)
@@ -240,7 +237,7 @@ class ChunkWriter(ChoiceWriter):
         if reason is not None:
             yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
 
-    def shown(self, text: str) -> ChunkChoice:
+    def shown(self, text: str) -> Choice:
         """Returns the choice with a text that is appended."""
         raise NotImplementedError
 

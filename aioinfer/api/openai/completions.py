@@ -19,7 +19,6 @@ from aioinfer.api.logprobs import (
     completion_logprobs,
     echoed_logprobs,
     formatted,
-    prompt_logprobs,
 )
 from aioinfer.api.openai import chunks
 from aioinfer.api.prompts import Prompt, Prompts, cut, encode_prompts, max_uncut
@@ -94,35 +93,20 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
 
 class CompletionChoice(chunks.Choice, kw_only=True):
-    """One completion, with the ids of its prompt where they are asked for."""
-
-    text: str
-    logprobs: CompletionLogprobs | None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[Any] | None
-
-
-class Completion(chunks.Envelope, kw_only=True):
-    """The reply of `/v1/completions`."""
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
-    usage: chunks.Usage
-
-
-class CompletionChunkChoice(chunks.ChunkChoice, kw_only=True):
-    """A choice in a chunk: more of its text. The first one may have the ids of the prompt."""
+    """One completion, or in a chunk more of its text; with the ids of its prompt, which the first
+    chunk has, where they are asked for."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
 
 
-class CompletionChunk(chunks.Chunk, kw_only=True):
-    """An event of a completion's stream."""
+class Completion(chunks.Chunk, kw_only=True):
+    """The reply of `/v1/completions`, and an event of its stream."""
 
     object: Literal["text_completion"] = "text_completion"
-    choices: Sequence[CompletionChunkChoice] = ()
+    choices: Sequence[CompletionChoice] = ()
 
 
 def _sampling_params(
@@ -199,7 +183,7 @@ class CompletionWriter(chunks.ChunkWriter):
 
     def __init__(self, dialect: CompletionDialect, output: RequestOutput, index: int):
         super().__init__(dialect, output, index)
-        self.empty = CompletionChunkChoice(index=index, text="")
+        self.empty = CompletionChoice(index=index, text="")
         self._echo = dialect.echoes[index // output.params.n]
         self._num_top = dialect.body.logprobs
         # has the log-probabilities of the prompt, if they are shown
@@ -229,7 +213,7 @@ class CompletionWriter(chunks.ChunkWriter):
             found["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, ()
         return found
 
-    def shown(self, text: str) -> chunks.ChunkChoice:
+    def shown(self, text: str) -> chunks.Choice:
         """See `ChunkWriter.shown`."""
         return replace(self.empty, text=text)
 
@@ -250,8 +234,8 @@ class CompletionDialect(chunks.ChunkDialect[CompletionRequest]):
     reply_type = Completion
     text_field = None
     id_prefix = "cmpl-"
-    chunk_type, writer_type = CompletionChunk, CompletionWriter
-    event_types = (CompletionChunk,)
+    writer_type = CompletionWriter
+    event_types = (Completion,)
 
     @property
     def with_ids(self) -> bool:
@@ -296,20 +280,14 @@ class CompletionDialect(chunks.ChunkDialect[CompletionRequest]):
         n = self._params.n
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         best = _best(choices, self._num_candidates, self._params)
-        num_top = self.body.prompt_logprobs
-        of_prompts = [
-            await prompt_logprobs(self.names, each.prompt_scores, num_top) for each in outputs
-        ]
+        of_prompts = [await self.prompt_fields(output) for output in outputs]
         return Completion(
             **self.envelope,
             choices=[
                 CompletionChoice(
                     text=self.echoes[index // n] + delta.text,
                     logprobs=await self._logprobs(outputs[index // n], delta),
-                    prompt_token_ids=outputs[index // n].prompt_token_ids
-                    if self.with_ids
-                    else UNSET,
-                    prompt_logprobs=of_prompts[index // n],
+                    **of_prompts[index // n],
                     **self.choice_fields(outputs[index // n], index, delta),
                 )
                 for index, delta in enumerate(best)
