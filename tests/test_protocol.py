@@ -14,6 +14,7 @@ from aioinfer.api.openai.chat import ChatRequest
 from aioinfer.api.openai.completions import CompletionRequest
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from aioinfer.api.protocol import template_options
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import SamplingParams
 
@@ -402,20 +403,20 @@ class TestChat:
             "tools": None, "add_generation_prompt": True, "continue_final_message": False,
             "parse_special": False, "template_kwargs": None,
         }  # fmt: skip
-        assert chat().template_options() == plain
-        assert chat(parse_special=True).template_options() == plain | {"parse_special": True}
-        assert chat(tools=tools).template_options() == plain | {"tools": tools}
-        assert chat(tools=tools, tool_choice="none").template_options() == plain
-        assert chat(chat_template_kwargs={"enable_thinking": False}).template_options() == plain | {
+        assert template_options(chat()) == plain
+        assert template_options(chat(parse_special=True)) == plain | {"parse_special": True}
+        assert template_options(chat(tools=tools)) == plain | {"tools": tools}
+        assert template_options(chat(tools=tools, tool_choice="none")) == plain
+        assert template_options(chat(chat_template_kwargs={"enable_thinking": False})) == plain | {
             "template_kwargs": {"enable_thinking": False}
         }
         given = chat(
             reasoning_effort="low", documents=[{"text": "x"}], chat_template_kwargs={"a": 1}
         )
-        assert given.template_options() == plain | {
+        assert template_options(given) == plain | {
             "template_kwargs": {"reasoning_effort": "low", "documents": [{"text": "x"}], "a": 1}
         }
-        assert chat(continue_final_message=True).template_options() == plain | {
+        assert template_options(chat(continue_final_message=True)) == plain | {
             "add_generation_prompt": False,
             "continue_final_message": True,
         }

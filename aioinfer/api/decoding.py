@@ -141,14 +141,15 @@ def _check_fields(raw: bytes, kind: type[Body], num_values: int) -> None:
     field = kind.token_field
     if field and b'"' not in given[field]:
         if given[field].count(b"[") > MAX_PROMPTS + 1:
-            raise _too_many(field, MAX_PROMPTS, "prompts")
+            raise FieldError(field, f"may hold at most {MAX_PROMPTS} prompts")
         num_ids = counts.pop(field)
         if num_ids > MAX_TOKEN_IDS:
-            raise _too_many(field, MAX_TOKEN_IDS, "token ids")
+            raise FieldError(field, f"may hold at most {MAX_TOKEN_IDS} token ids")
         num_values -= num_ids
     if num_values > MAX_VALUES:
         most = max(counts, key=counts.__getitem__)
-        raise _too_many(most if counts[most] else "the body", MAX_VALUES, "values")
+        place = most if counts[most] else "the body"
+        raise FieldError(place, f"may hold at most {MAX_VALUES} values")
 
 
 @cache
@@ -158,10 +159,6 @@ def _outline(kind: type[Struct]) -> type[msgspec.Struct]:
         (field.encode_name, msgspec.Raw, msgspec.Raw()) for field in msgspec.structs.fields(kind)
     ]
     return msgspec.defstruct(f"{kind.__name__}Outline", fields)
-
-
-def _too_many(name: str, limit: int, what: str) -> RequestError:
-    return FieldError(name, f"may hold at most {limit} {what}")
 
 
 S = TypeVar("S", bound=Struct)

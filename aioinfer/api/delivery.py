@@ -21,7 +21,7 @@ from aioinfer.api.admission import DEADLINE, admission_of, admit, flow_of, share
 from aioinfer.api.context import frontend_of, read_body
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import EventStream, event_stream, mark_frame, stream_state
-from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader, TextDialect
+from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, TextDialect
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
@@ -194,10 +194,9 @@ async def _send(
     sink: DirectSink | None = None
     transport, first = dialect.request.transport, number * output.params.n
     choices = [dialect.choice(output, first + index) for index in range(output.params.n)]
-    progress = ProgressReader(output)
     async for delta in output:
-        if (news := progress.news()) is not None:
-            await response.write(choices[0].progress(news))
+        if progress := choices[0].progress():
+            await response.write(progress)
             if not delta.token_ids and delta.finish_reason is None:
                 continue
         choice = choices[delta.index]

@@ -14,7 +14,6 @@ and events are msgspec structs, so that `/openapi.json` describes what is sent.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,10 +78,10 @@ class ChoiceWriter:
     async def open(self) -> None:
         """Prepares what is known with the first log-probabilities, before they are written."""
 
-    def progress(self, news: PromptProgress) -> bytes:
-        """Returns the event that reports the progress of the prompt (`ProgressReader`); only for
-        APIs that let a request ask for it."""
-        raise NotImplementedError
+    def progress(self) -> bytes:
+        """Returns the event that reports how much of the prompt is computed, where a request asks
+        for that and there is news; elsewhere nothing."""
+        return b""
 
     def events(self, delta: Delta) -> bytes:
         """Returns the events of a delta of the sequence; empty bytes where its text is held
@@ -345,17 +344,6 @@ class Timings(Struct, kw_only=True):
     predicted_per_second: float
 
 
-class PromptProgress(Struct, kw_only=True):
-    """llama.cpp's `prompt_progress`: how many tokens the prompt has, how many of them were in the
-    prefix cache, how many are computed (the cached ones included), and the milliseconds since its
-    first step."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
-
-
 def timings(output: RequestOutput, sequence: int, num_tokens: int) -> Timings:
     """Returns the times of a sequence of an output that has `num_tokens` tokens by now."""
     times, cached = output.sequences[sequence].times, output.num_cached_tokens
@@ -375,26 +363,3 @@ def _speed(of: str, count: int, ms: float) -> dict[str, Any]:
         f"{of}_per_token_ms": ms / count if count else 0.0,
         f"{of}_per_second": count * 1e3 / ms if ms else 0.0,
     }
-
-
-class ProgressReader:
-    """Reports the progress of an output's prompt after each step that has computed some of it."""
-
-    def __init__(self, output: RequestOutput):
-        self._output = output
-        self._num_reported = 0
-
-    def news(self) -> PromptProgress | None:
-        """Returns the progress; None if it is not wanted or nothing is new."""
-        progress = self._output.prompt_progress
-        if progress is None or progress.num_computed <= self._num_reported:
-            return None
-        self._num_reported = progress.num_computed
-        times = self._output.sequences[0].times
-        began = times.scheduled if times is not None else 0.0
-        return PromptProgress(
-            total=progress.prompt_len,
-            cache=self._output.num_cached_tokens,
-            processed=progress.num_computed,
-            time_ms=(time.perf_counter() - began) * 1e3 if began else 0.0,
-        )

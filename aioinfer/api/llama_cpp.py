@@ -287,7 +287,7 @@ async def apply_template(request: web.Request, body: ChatRequest) -> TemplateRep
     marker for each picture or sound, and without the token (BOS) that `/completion` puts before
     it."""
     frontend = frontend_of(request)
-    messages, options = await template_messages(body.messages), body.template_options()
+    messages, options = await template_messages(body.messages), protocol.template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
     prompt = await frontend.render_chat(shown, MEDIA_MARKER, tools=tools, **options)

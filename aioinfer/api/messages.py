@@ -24,9 +24,6 @@ T = TypeVar("T")
 #: Shorter texts are not searched for JSON values: they cannot hold many.
 _SHORT_ARGUMENTS = 1024
 
-#: Parts of a message that are joined at once.
-_FEW_PARTS = 16
-
 #: Conversations with more messages, parts and calls are converted for the template in a thread: 1
 #: us a message.
 _FEW_MESSAGES = 256
@@ -151,20 +148,13 @@ class Message(Struct, kw_only=True):
                     "others have no refusal",
                 )
 
-    @property
-    def is_short(self) -> bool:
-        """Whether `for_template` takes microseconds: it has to parse the arguments of calls."""
-        return not self._calls and (
-            not isinstance(self.content, list) or len(self.content) <= _FEW_PARTS
-        )
-
     def count_argument_values(self) -> int:
         """Returns how many values, or a few more, the JSON texts of tool calls' arguments hold."""
-        arguments = [call.function.arguments for call in self._calls]
+        arguments = [call.function.arguments for call in self.calls]
         return sum(_max_values(text) for text in arguments if isinstance(text, str))
 
     @property
-    def _calls(self) -> list[ToolCall]:
+    def calls(self) -> list[ToolCall]:
         """The calls of the message: `function_call` is the older form of a single one."""
         older = [] if self.function_call is None else [ToolCall(function=self.function_call)]
         return older + (self.tool_calls or [])
@@ -183,7 +173,7 @@ class Message(Struct, kw_only=True):
             shown_content(self.content, f"{where}.content") or self.refusal or "",
             [
                 template_call(call.function.name, call.function.arguments, call.id, call.type)
-                for call in self._calls
+                for call in self.calls
             ],
             name=self.name,
             tool_call_id=self.tool_call_id,
@@ -261,8 +251,10 @@ async def template_messages(messages: Sequence[Message] | None) -> list[dict[str
     def convert() -> list[dict[str, Any]]:
         return [message.for_template(f"messages[{index}]") for index, message in enumerate(given)]
 
-    is_short = len(given) <= _FEW_MESSAGES and all(message.is_short for message in given)
-    return convert() if is_short else await asyncio.to_thread(convert)
+    # the arguments of calls are parsed
+    if len(given) > _FEW_MESSAGES or any(message.calls for message in given):
+        return await asyncio.to_thread(convert)
+    return await converted((message.content for message in given), convert)
 
 
 # -------------------------------------------------------------------- items

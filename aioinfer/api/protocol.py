@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -443,22 +443,22 @@ def check_messages(messages: list[Message]) -> None:
         message.check(f"messages[{index}]")
 
 
-class Templated(Protocol):
-    """A body with a conversation that the chat template writes."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
+#: Fields that are variables of the chat template.
+_VARIABLES = ("reasoning_effort", "verbosity", "documents")
 
 
-def template_options(body: Templated, **fields: Any) -> dict[str, Any]:
-    """Returns the arguments of `Frontend.encode_chat` that all bodies with a conversation have;
-    `fields` are variables of the template besides `chat_template_kwargs`."""
+def template_options(body: Any) -> dict[str, Any]:
+    """Returns the arguments of `Frontend.encode_chat` besides the messages, of a body that has a
+    conversation in OpenAI's shape; fields that its type lacks are missing."""
     continues, begins = bool(body.continue_final_message), body.add_generation_prompt
+    given = msgspec.structs.asdict(body)
+    variables = {name: given.get(name) for name in _VARIABLES}
     return {
         "add_generation_prompt": not continues if begins is None else begins,
         "continue_final_message": continues,
-        "template_kwargs": template_variables(body.chat_template_kwargs, **fields),
+        "template_kwargs": template_variables(body.chat_template_kwargs, **variables),
+        "tools": None if given.get("tool_choice") == "none" else given.get("tools") or None,
+        "parse_special": bool(given.get("parse_special")),
     }
 
 

@@ -99,14 +99,6 @@ class ChatRequest(SamplingBody, kw_only=True):
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
         return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
-    def template_options(self) -> dict[str, Any]:
-        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
-        variables = self.given("reasoning_effort", "verbosity", "documents")
-        return template_options(self, **variables) | {
-            "tools": None if self.tool_choice == "none" else self.tools or None,
-            "parse_special": bool(self.parse_special),
-        }
-
     def sampling_fields(self) -> dict[str, Any]:
         return ({"logprobs": 0} if self.logprobs else {}) | super().sampling_fields()
 
@@ -254,7 +246,7 @@ class ChatDialect(chunks.ChunkDialect[ChatRequest]):
     @classmethod
     async def encode(cls, frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[list[int]]:
         """See `TextDialect.encode`."""
-        messages, options = await template_messages(body.messages), body.template_options()
+        messages, options = await template_messages(body.messages), template_options(body)
         limit = max_uncut(body)
         ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
         if limit is None:

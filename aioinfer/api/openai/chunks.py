@@ -7,6 +7,7 @@ the constant bytes around it once, so that a token costs the JSON escape of its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -20,7 +21,6 @@ from aioinfer.api.errors import DONE
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import (
     ChoiceWriter,
-    PromptProgress,
     TextDialect,
     Timings,
     data_event,
@@ -65,6 +65,17 @@ class Usage(Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     weight_version: str | UnsetType = UNSET
     weight_versions: Sequence[str] | UnsetType = UNSET
+
+
+class PromptProgress(Struct, kw_only=True):
+    """llama.cpp's `prompt_progress`: how many tokens the prompt has, how many of them were in the
+    prefix cache, how many are computed (the cached ones included), and the milliseconds since its
+    first step."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
 
 
 class Choice(Struct, kw_only=True):
@@ -178,10 +189,11 @@ class ChunkWriter(ChoiceWriter):
         """Makes the writer of choice `index`, which is one of an output."""
         wanted = dialect.body.usage
         self._names, self._chunk = dialect.names, dialect.chunk
+        self._output, self._num_computed = output, 0  # tokens of the prompt, as reported
         self._prompt_token_ids: Sequence[int] | None = (
             output.prompt_token_ids if dialect.with_ids else None
         )
-        self._usage_of = output if wanted.include_usage and wanted.continuous_usage_stats else None
+        self._with_usage = bool(wanted.include_usage and wanted.continuous_usage_stats)
         self._is_open = False
         #: The bytes around the text of a chunk that has a text alone, and their number, once all
         #: tokens have such chunks.
@@ -190,11 +202,22 @@ class ChunkWriter(ChoiceWriter):
     @property
     def can_be_plain(self) -> bool:
         """Whether the chunks of all tokens without log-probabilities have a text alone."""
-        return self._prompt_token_ids is None and self._usage_of is None
+        return self._prompt_token_ids is None and not self._with_usage
 
-    def progress(self, news: PromptProgress) -> bytes:
+    def progress(self) -> bytes:
         """See `ChoiceWriter.progress`."""
-        return self.event(self.empty, prompt_progress=news)
+        output, news = self._output, self._output.prompt_progress
+        if news is None or news.num_computed <= self._num_computed:
+            return b""
+        self._num_computed, times = news.num_computed, output.sequences[0].times
+        began = times.scheduled if times is not None else 0.0
+        progress = PromptProgress(
+            total=news.prompt_len,
+            cache=output.num_cached_tokens,
+            processed=news.num_computed,
+            time_ms=(time.perf_counter() - began) * 1e3 if began else 0.0,
+        )
+        return self.event(self.empty, prompt_progress=progress)
 
     def frame(self, text: str, token: int, reason: str | None, stop_reason: StopReason) -> bytes:
         """See `ChoiceWriter.frame`."""
@@ -220,8 +243,8 @@ class ChunkWriter(ChoiceWriter):
 
     def event(self, choice: Choice, **fields: Any) -> bytes:
         """Returns a chunk of the choice, with further fields of the chunk."""
-        if self._usage_of is not None:
-            fields["usage"] = usage([self._usage_of], self.num_tokens)
+        if self._with_usage:
+            fields["usage"] = usage([self._output], self.num_tokens)
         return data_event(replace(self._chunk, choices=[choice], **fields))
 
     def opening(self) -> Iterable[bytes]:

@@ -187,18 +187,16 @@ class CompletionWriter(chunks.ChunkWriter):
         self._echo = dialect.echoes[index // output.params.n]
         self._num_top = dialect.body.logprobs
         # has the log-probabilities of the prompt, if they are shown
-        is_scored = dialect.body.echo and self._num_top is not None
-        self._echo_logprobs_of = output if is_scored else None
+        self._is_scored = dialect.body.echo and self._num_top is not None
         self._echo_logprobs: CompletionLogprobs | None = None
         self._text_offset = 0  # in the choice's text, of the next delta
 
     async def open(self) -> None:
         """See `ChoiceWriter.open`."""
-        output, self._echo_logprobs_of = self._echo_logprobs_of, None
-        if output is not None and output.prompt_scores is not None:
-            self._echo_logprobs = await echoed_logprobs(
-                self._names, output.prompt_scores, self._num_top or 0, ()
-            )
+        scores = self._output.prompt_scores
+        if self._is_scored and scores is not None:
+            self._is_scored, num_top = False, self._num_top or 0
+            self._echo_logprobs = await echoed_logprobs(self._names, scores, num_top, ())
             self._text_offset = len(self._echo)
 
     def opening(self) -> Iterator[bytes]:

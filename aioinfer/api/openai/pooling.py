@@ -25,6 +25,7 @@ from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Dialect, Generation
 from aioinfer.api.messages import Message, template_messages
 from aioinfer.api.prompts import Prompt, Prompts, check_truncation, cut, encode_prompts, max_uncut
+from aioinfer.api.protocol import template_options
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.errors import FieldError, GenerationError
 from aioinfer.ipc.sections import F32
@@ -72,11 +73,6 @@ class InputBody(PoolingBody, kw_only=True):
     @property
     def prompt_field(self) -> str:
         return "" if self.input is None else "input"
-
-    def template_options(self) -> dict[str, Any]:
-        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
-        begins = bool(self.add_generation_prompt)  # no answer follows
-        return protocol.template_options(self) | {"add_generation_prompt": begins}
 
 
 class EmbeddingBody(InputBody, kw_only=True):
@@ -344,7 +340,8 @@ class InputDialect(PoolingDialect[IB]):
             prefix = self.pooling.prompt(body.prompt_name)
         given = body.prompts()
         if body.messages is not None:
-            messages, options = await template_messages(body.messages), body.template_options()
+            messages, options = await template_messages(body.messages), template_options(body)
+            options["add_generation_prompt"] = bool(body.add_generation_prompt)  # no answer follows
             given = [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
         return await self.tokens([prefix + i if isinstance(i, str) else i for i in given])
 

@@ -50,11 +50,6 @@ class TokenizeRequest(Body, kw_only=True):
             )
         check_messages(self.messages or [])
 
-    def template_options(self) -> dict[str, Any]:
-        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
-        own = {"tools": self.tools or None, "parse_special": bool(self.parse_special)}
-        return template_options(self) | own
-
 
 class DetokenizeRequest(Body, kw_only=True):
     """`POST /detokenize`."""
@@ -89,7 +84,7 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> TokenizeReply
     limit = max(MAX_TOKENS, frontend.max_model_len)
     if body.messages is not None:
         ids = await frontend.encode_chat(
-            await template_messages(body.messages), max_tokens=limit, **body.template_options()
+            await template_messages(body.messages), max_tokens=limit, **template_options(body)
         )
     elif body.content is not None:
         special = bool(body.add_special)
