@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from aioinfer.api import context
-from aioinfer.api.context import LARGE_BODY, RequestBodies
+from aioinfer.api.context import LARGE_BODY, HeldBody, RequestBodies
 from aioinfer.api.http.connections import HttpCounts
 from tests.waiting import until
 
@@ -34,7 +34,7 @@ def fill_and_free() -> Callable[[], None]:
 
 def hold(bodies: RequestBodies, size: int) -> None:
     """Receives and forgets a body."""
-    with bodies.hold() as held:
+    with HeldBody(bodies) as held:
         held.add(bytes(size), size)
 
 

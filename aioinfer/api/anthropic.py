@@ -222,7 +222,7 @@ class CountTokensRequest(protocol.GenerationBody, kw_only=True):
         """See `Body.check`."""
         self.tool_use()
         list(self.conversation())
-        self.grammars()
+        self.sampling_fields()
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
@@ -236,12 +236,10 @@ class CountTokensRequest(protocol.GenerationBody, kw_only=True):
         """See `GenerationBody.grammars`; `output_format` is the older place of a schema."""
         newer = self.output_config.format if self.output_config is not None else None
         found = {"output_config.format": newer, "output_format": self.output_format}
-        given = [(place, format) for place, format in found.items() if format is not None]
-        if len(given) > 1:
-            text = "and output_config.format are the same: give one of them"
-            raise FieldError("output_format", text)
         return [
-            protocol.schema_grammar(format.schema, f"{place}.schema") for place, format in given
+            protocol.schema_grammar(format.schema, f"{place}.schema")
+            for place, format in found.items()
+            if format is not None
         ]
 
     def conversation(self) -> Iterator[dict[str, Any]]:

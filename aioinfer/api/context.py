@@ -172,10 +172,6 @@ class RequestBodies:
         self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._timer: asyncio.TimerHandle | None = None
 
-    def hold(self) -> HeldBody:
-        """Returns room for one body, which the end of its `with` block gives back."""
-        return HeldBody(self)
-
     def trim_later(self) -> None:
         """Calls `malloc_trim` some seconds from now, once for all bodies until then."""
         if self._trim is not None and self._timer is None:
@@ -189,7 +185,8 @@ class RequestBodies:
 
 
 class HeldBody:
-    """One request body, from receiving it until it has been decoded."""
+    """Room for one request body, from receiving it until it has been decoded, which is the end of a
+    `with` block."""
 
     def __init__(self, bodies: RequestBodies):
         self._bodies = bodies
@@ -286,7 +283,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     _check_content_type(request)
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not understood", status=415)
-    with request.app[REQUEST_BODIES].hold() as held:
+    with HeldBody(request.app[REQUEST_BODIES]) as held:
         parts = request.get(RECEIVED) or await held.receive(request)
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
         ignores_unknown = models.first.config.server.unknown_fields == "ignore"

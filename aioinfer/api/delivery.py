@@ -46,7 +46,13 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
         generation = await dialect.decode()
         if isinstance(generation, web.StreamResponse):
             return generation
-        return await deliver(dialect, generation)
+        if stream_state(request).wants_offer:
+            return await _offer(request, generation)
+        async with submitted(request, generation) as outputs:
+            if generation.streams:
+                return await stream(dialect, outputs)
+            choices = await collect(outputs)
+        return await dialect.respond(outputs, choices)
 
 
 async def count_prompt(request: web.Request, kind: type[TextDialect[Any]], body: Any) -> int:
@@ -66,18 +72,6 @@ def _admitted(request: web.Request, kind: type[D], body: Any) -> Iterator[D]:
     dialect = kind(request, body)
     with renamed(dialect.field_names):
         yield dialect
-
-
-async def deliver(dialect: Dialect[Any], generation: Generation) -> web.StreamResponse:
-    """Answers a request with what is generated. Raises what `submitted` and `collect` do."""
-    request = dialect.request
-    if stream_state(request).wants_offer:
-        return await _offer(request, generation)
-    async with submitted(request, generation) as outputs:
-        if generation.streams:
-            return await stream(dialect, outputs)
-        choices = await collect(outputs)
-    return await dialect.respond(outputs, choices)
 
 
 async def _offer(request: web.Request, generation: Generation) -> web.Response:

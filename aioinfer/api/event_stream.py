@@ -27,7 +27,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from aioinfer.api.context import RECEIVED, REQUEST_BODIES, STREAM_HEADERS
+from aioinfer.api.context import RECEIVED, REQUEST_BODIES, STREAM_HEADERS, HeldBody
 from aioinfer.api.errors import ERROR_CODE, Handler, error_response
 from aioinfer.config import Config
 from aioinfer.config_keys import parse_address
@@ -138,7 +138,7 @@ class GatewayAccess:
             found = found._replace(handover=decode_handover(handover.encode()))
         if state:
             created, key, size = state
-            with request.app[REQUEST_BODIES].hold() as held:
+            with HeldBody(request.app[REQUEST_BODIES]) as held:
                 body = b"".join(await held.receive(request))
             end = len(body) - int(size)
             request[RECEIVED] = [body[:end]]

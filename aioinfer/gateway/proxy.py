@@ -40,7 +40,7 @@ from prometheus_client import (
 )
 from yarl import URL
 
-from aioinfer.api.context import MAX_BYTES, RequestBodies
+from aioinfer.api.context import MAX_BYTES, HeldBody, RequestBodies
 from aioinfer.api.errors import error_response, json_response
 from aioinfer.api.event_stream import decode_handover
 from aioinfer.api.http.connections import ConnectionServer, RequestCount
@@ -292,7 +292,7 @@ class Gateway:
                 status=501,
                 code="not_supported",
             )
-        with self._bodies.hold() as held:
+        with HeldBody(self._bodies) as held:
             body = b"".join(await held.receive(cast(web.Request, request)))
             if path == "/v1/responses":
                 _check_response(body)

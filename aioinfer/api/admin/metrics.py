@@ -94,11 +94,6 @@ def _imbalance_of(sums: Callable[..., Any]) -> Callable[[Engine], Value]:
     return _of_experts(find)
 
 
-def _stored_blocks(engine: Engine) -> Value:
-    store = engine.scheduler.kv_cache.store
-    return None if store is None else store.num_blocks
-
-
 def _by_position(engine: Engine) -> Value:
     counts = engine.metrics.counts
     names = {f"{ACCEPTED_AT}0", *(name for name in counts if name.startswith(ACCEPTED_AT))}
@@ -136,7 +131,8 @@ _OF_ENGINES = (
         "Prompt tokens found in the prefix cache."),
     Row("vllm:external_prefix_cache_hits", _COUNTER, lambda e: e.scheduler.stats.loaded_tokens,
         "Tokens that the device lacked and that were loaded from the store of KV."),
-    Row("aioinfer:kv_store_blocks", _GAUGE, _stored_blocks,
+    Row("aioinfer:kv_store_blocks", _GAUGE,
+        lambda e: getattr(e.scheduler.kv_cache.store, "num_blocks", None),
         "KV blocks that memory of the host has, beside those of the device."),
     Row("vllm:prompt_tokens", _COUNTER, _of_metrics("prompt_tokens"),
         "Prompt tokens of requests that got a first token."),
@@ -158,7 +154,7 @@ _OF_ENGINES = (
         "Draft tokens that were verified."),
     Row("vllm:spec_decode_num_accepted_tokens", _COUNTER, lambda e: e.metrics.counts[ACCEPTED],
         "Draft tokens that were kept."),
-    Row("vllm:spec_decode_num_accepted_tokens_per_pos", _COUNTER, lambda e: _by_position(e),
+    Row("vllm:spec_decode_num_accepted_tokens_per_pos", _COUNTER, _by_position,
         "Draft tokens that were kept, by their position in the draft.", "position"),
     Row(f"aioinfer:{_ROWS}", _COUNTER, lambda e: e.metrics.counts[_ROWS],
         "Rows that were sampled under a mask of allowed tokens."),

@@ -406,17 +406,13 @@ def add_batches(app: web.Application) -> None:
 
 async def create_batch(request: web.Request, body: CreateBatch) -> BatchObject:
     """Begins a batch from a file of requests."""
-    return await _require(request).create(body, owner_of(request))
+    objects.require_files(request)
+    return await request.app[BATCHES].create(body, owner_of(request))
 
 
 async def cancel_batch(request: web.Request) -> BatchObject:
     """Ends a batch early."""
     record = objects.BATCHES.find(request)
-    await _require(request).cancel(record)
+    await request.app[BATCHES].cancel(record)
     batch: BatchObject = record.body
     return batch
-
-
-def _require(request: web.Request) -> Batches:
-    objects.require_files(request)
-    return request.app[BATCHES]

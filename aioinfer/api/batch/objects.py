@@ -20,7 +20,6 @@ from aioinfer.api.batch.store import (
     FileObject,
     Kind,
     Metadata,
-    ObjectStore,
     Page,
     PageQuery,
     Store,
@@ -139,11 +138,9 @@ class Objects:
         return Deleted(id=id, object=self.deleted)
 
 
-def _in_memory(request: web.Request) -> ObjectStore:
-    return request.app[OBJECT_STORE]
-
-
-CONVERSATIONS = Objects("conversation", _in_memory, "conversation.deleted")
+CONVERSATIONS = Objects(
+    "conversation", lambda request: request.app[OBJECT_STORE], "conversation.deleted"
+)
 FILES = Objects("file", require_files, "file", FilesQuery)
 BATCHES = Objects("batch", require_files)
 

@@ -463,16 +463,11 @@ def page_of(items: Sequence[Any], query: PageQuery | None = None) -> Page:
     """Returns a page of `items` (structs with an `id`, the newest first). Raises `RequestError`."""
     query = query or PageQuery()
     ordered = list(items if query.order == "desc" else reversed(items))
-    ids = [item.id for item in ordered]
     first = 0
     if query.after is not UNSET:
-        if query.after not in ids:
+        places = {item.id: place for place, item in enumerate(ordered, 1)}
+        if not (first := places.get(query.after, 0)):
             raise FieldError("after", "is not the id of one in this list")
-        first = ids.index(query.after) + 1
-    shown = ids[first : first + query.limit]
-    return Page(
-        data=ordered[first : first + query.limit],
-        first_id=shown[0] if shown else None,
-        last_id=shown[-1] if shown else None,
-        has_more=len(ids) > first + query.limit,
-    )
+    shown, end = ordered[first : first + query.limit], first + query.limit
+    ids = [item.id for item in shown] or [None]
+    return Page(data=shown, first_id=ids[0], last_id=ids[-1], has_more=len(ordered) > end)

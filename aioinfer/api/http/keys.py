@@ -64,12 +64,11 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     def limited_by(self, defaults: Mapping[str, int]) -> ApiKey:
         """Returns the key with the configuration's limits where it has none. A limit of 0 lifts
         the configuration's."""
-        limits = {}
+        fields = {name: getattr(self, name) for name in ApiKey.__struct_fields__}
         for name in LIMITS:
-            own = getattr(self, name)
-            limits[name] = defaults.get(name) if own is None else own or None
-        own_fields = {name: getattr(self, name) for name in ApiKey.__struct_fields__}
-        return ApiKey(**own_fields | limits)
+            own = fields[name]
+            fields[name] = defaults.get(name) if own is None else own or None
+        return ApiKey(**fields)
 
 
 class _Entry(ApiKey, frozen=True, kw_only=True):

@@ -153,7 +153,7 @@ async def _answer(
     """Answers a form. Raises what `read_body`, `admit`, `submitted` and `collect` do."""
     if all("audio" not in each.input_modalities for each in request.app[MODELS]):
         frontend_of(request).require_transcriber()  # refuses before anything is received
-    with request.app[REQUEST_BODIES].hold() as held:
+    with HeldBody(request.app[REQUEST_BODIES]) as held:
         form, data = await _receive(request, held)
         transcriber = frontend_of(request).require_transcriber()
         admit(request, None)

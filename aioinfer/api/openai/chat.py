@@ -283,20 +283,16 @@ class ChatDialect(chunks.ChunkDialect[ChatRequest]):
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
         """Returns a choice of a reply: the message, the ids of its tokens and their
         log-probabilities."""
-        message = AssistantMessage(role="assistant", content=delta.text, refusal=None)
-        fields = self.choice_fields(output, index, delta)
-        if self.turn.parses:
-            parsed = await parse_message(self.frontend, self.turn, delta.text)
-            message.content = parsed.content_or_none
-            if parsed.reasoning:
-                message.reasoning_content = message.reasoning = parsed.reasoning
-            if parsed.calls:
-                message.tool_calls = [
-                    _call(call.id, call.name, call.arguments) for call in parsed.calls
-                ]
-                fields["finish_reason"] = _finish_reason(
-                    delta.finish_reason or "stop", delta.stop_reason, parsed.calls[-1].arguments
-                )
+        parsed = await parse_message(self.frontend, self.turn, delta.text)
+        content, fields = parsed.content_or_none, self.choice_fields(output, index, delta)
+        message = AssistantMessage(role="assistant", content=content, refusal=None)
+        if parsed.reasoning:
+            message.reasoning_content = message.reasoning = parsed.reasoning
+        if parsed.calls:
+            message.tool_calls = [_call(c.id, c.name, c.arguments) for c in parsed.calls]
+            fields["finish_reason"] = _finish_reason(
+                delta.finish_reason or "stop", delta.stop_reason, parsed.calls[-1].arguments
+            )
         tokens = delta.logprobs or ()
         logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
         return ChatChoice(message=message, logprobs=logprobs if tokens else None, **fields)

@@ -405,10 +405,12 @@ EVENT_TYPES: Sequence[type[ResponseEvent]] = (
 )  # fmt: skip
 
 
-#: The types of the events of more text, by the kind of its block.
-_DELTAS: Mapping[BlockKind, type[ResponseEvent]] = {
-    "call": ArgumentsDelta, "reasoning": ReasoningDelta, "text": OutputTextDelta,
-}  # fmt: skip
+#: The types of the events of more text, and of all of it, by the kind of its block.
+_OF_TEXT: Mapping[BlockKind, tuple[type[ResponseEvent], type[ResponseEvent]]] = {
+    "call": (ArgumentsDelta, ArgumentsDone),
+    "reasoning": (ReasoningDelta, ReasoningDone),
+    "text": (OutputTextDelta, OutputTextDone),
+}
 
 
 def block_events(
@@ -416,23 +418,20 @@ def block_events(
 ) -> bytes:
     """Returns the events of a `BlockChange`. `status` is the item's if it ends; `event` makes one
     of its type and fields."""
-    index, is_text = block.index, block.kind == "text"
+    index, is_text, is_call = block.index, block.kind == "text", block.kind == "call"
     place: dict[str, Any] = {"item_id": item_id(block), "output_index": index}
+    more, whole = _OF_TEXT[block.kind]
     if kind == "delta":
         new = {"logprobs": block.new_logprobs()} if is_text else {}
-        return event(_DELTAS[block.kind], **place, delta=text, **new)
+        return event(more, **place, delta=text, **new)
     item = Item.of(block, "in_progress" if kind == "start" else status)
     if kind == "start":
         data = event(ItemAdded, output_index=index, item=item)
-        has_part = block.kind != "call"
-        return data + event(PartAdded, **place, part=Part.of(block)) if has_part else data
-    if block.kind == "call":
-        data = event(ArgumentsDone, **place, name=block.name, arguments=block.text)
-    elif is_text:
-        data = event(OutputTextDone, **place, text=block.text, logprobs=block.logprobs)
-    else:
-        data = event(ReasoningDone, **place, text=block.text)
-    if block.kind != "call":
+        return data if is_call else data + event(PartAdded, **place, part=Part.of(block))
+    text_name = "arguments" if is_call else "text"
+    own = {"name": block.name} if is_call else {"logprobs": block.logprobs} if is_text else {}
+    data = event(whole, **place, **own, **{text_name: block.text})
+    if not is_call:
         data += event(PartDone, **place, part=Part.of(block))
     return data + event(ItemDone, output_index=index, item=item)
 
