@@ -83,9 +83,14 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -
 
 
 def scored_token(tokenizer: Tokenizer | None, token: TokenLogprob) -> ScoredToken:
-    """Returns a token's log-probability, with the likeliest tokens in its place."""
+    """Returns a token's log-probability, with the likeliest tokens in its place; many of these as
+    JSON that is made in pieces, between which other threads may run."""
     fields = likely_fields(tokenizer, token.token_id, token.logprob)
-    return ScoredToken(**fields, top_logprobs=_likely_tokens(tokenizer, token.top))
+    likely = (LikelyToken(**likely_fields(tokenizer, *each)) for each in token.top)
+    are_few = len(token.top) <= _AT_ONCE
+    return ScoredToken(
+        **fields, top_logprobs=list(likely) if are_few else encode_list(likely, _AT_ONCE)
+    )
 
 
 def likely_fields(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
@@ -103,13 +108,6 @@ def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]
 def token_name(tokenizer: Tokenizer | None, token_id: int) -> str:
     """Returns a token's text, or its id where there is no tokenizer."""
     return _token_text(tokenizer, token_id)[0]
-
-
-def _likely_tokens(tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]) -> Any:
-    """Returns the `LikelyToken`s in a place; of many as JSON that is made in pieces, between which
-    other threads may run."""
-    found = (LikelyToken(**likely_fields(tokenizer, *each)) for each in top)
-    return list(found) if len(top) <= _AT_ONCE else encode_list(found, _AT_ONCE)
 
 
 def completion_logprobs(
@@ -135,7 +133,7 @@ def completion_logprobs(
 
 def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> Any:
     """Returns the likeliest tokens' log-probabilities by text, the sampled one's always among
-    them; many as in `_likely_tokens`."""
+    them; many as in `scored_token`."""
     likely = [(token_name(tokenizer, token_id), logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:

@@ -150,8 +150,14 @@ class Message(Struct, kw_only=True):
 
     def count_argument_values(self) -> int:
         """Returns how many values, or a few more, the JSON texts of tool calls' arguments hold."""
-        arguments = [call.function.arguments for call in self.calls]
-        return sum(_max_values(text) for text in arguments if isinstance(text, str))
+        texts = [call.function.arguments for call in self.calls]
+        return sum(
+            text.count(",") + text.count("[") + text.count("{")
+            if len(text) <= _SHORT_ARGUMENTS
+            else count_values(text.encode("utf-8", "replace"))
+            for text in texts
+            if isinstance(text, str)
+        )
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -228,12 +234,6 @@ def template_call(
         arguments = call_input(arguments or "")
     function = {"name": name, "arguments": dict(arguments)}
     return {"type": kind, "function": function} | ({} if id is None else {"id": id})
-
-
-def _max_values(text: str) -> int:
-    if len(text) > _SHORT_ARGUMENTS:
-        return count_values(text.encode("utf-8", "replace"))
-    return text.count(",") + text.count("[") + text.count("{")
 
 
 async def converted(contents: Iterable[Any], convert: Callable[[], T]) -> T:

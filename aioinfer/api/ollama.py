@@ -151,11 +151,6 @@ class OllamaBody(Tagged, protocol.GenerationBody, kw_only=True):
     truncate: protocol.Ignored = None
 
     @property
-    def unloads(self) -> bool:
-        """Whether `keep_alive` is no time at all: seconds, or a number with a unit."""
-        return _NO_TIME.fullmatch(str(self.keep_alive)) is not None
-
-    @property
     def streams(self) -> bool:
         """See `GenerationBody.streams`."""
         return self.stream is not False
@@ -339,7 +334,7 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         """See `Dialect.decode`. Clients send a request for nothing to have a model loaded."""
         body = self.body
         if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
-            reason = "unload" if body.unloads else "load"
+            reason = "unload" if _NO_TIME.fullmatch(str(body.keep_alive)) else "load"
             return json_response(self._line(done=True, done_reason=reason))
         if isinstance(body, OllamaChat) or not body.raw:
             return await super().decode()

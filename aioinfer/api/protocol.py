@@ -12,7 +12,7 @@ bodies from `read_body`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -147,15 +147,6 @@ class StructuredOutputs(Struct, kw_only=True):
         return found
 
 
-def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:
-    """Returns the only one of these grammars, None if there is none. Raises `RequestError` naming
-    the fields if there are several."""
-    if len(found) > 1:
-        others = f"and {found[0].param} cannot be combined: an output follows one grammar"
-        raise FieldError(found[1].param or "grammar", others)
-    return found[0] if found else None
-
-
 def schema_grammar(schema: dict[str, Any], param: str) -> GrammarSpec:
     """Returns the grammar of a JSON schema that was decoded; `param` is its place in the body."""
     return GrammarSpec("json_schema", msgspec.json.encode(schema).decode(), param=param)
@@ -285,10 +276,11 @@ class GenerationBody(PromptsBody, kw_only=True):
 
     def sampling_fields(self) -> dict[str, Any]:
         """See `Parameters.sampling_fields`; raises `RequestError` also for several grammars."""
-        fields = super().sampling_fields()
-        if (grammar := only_grammar(self.grammars())) is not None:
-            fields["grammar"] = grammar
-        return fields
+        fields, found = super().sampling_fields(), self.grammars()
+        if len(found) > 1:
+            others = f"and {found[0].param} cannot be combined: an output follows one grammar"
+            raise FieldError(found[1].param, others)
+        return fields | ({"grammar": found[0]} if found else {})
 
 
 class IgnoredFields(GenerationBody, kw_only=True):

@@ -115,7 +115,8 @@ class HttpServer:
         app[context.STARTED] = int(time.time())
         app[context.FINGERPRINTS] = {each.config.name: info.fingerprint(each) for each in models}
         app[FILES] = self._files
-        batches.add_batches(app)
+        if self._files is not None:
+            app[batches.BATCHES] = batches.Batches(app, self._files)
         routes.add_routes(app)
         page.add_page(app)
         return app

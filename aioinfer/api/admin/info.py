@@ -203,8 +203,9 @@ async def list_tags(request: web.Request) -> ModelTags:
     app, models = request.app, list[ListedModel]()
     for frontend in app[MODELS]:
         files = await _files(frontend)
+        modified_at = iso_time(files.modified or app[STARTED])
         models += [
-            ListedModel(**_named(name, files, files.size), modified_at=_modified(app, files))
+            ListedModel(**_named(name, files, files.size), modified_at=modified_at)
             for name in frontend.config.served_model_names
         ]
     return ModelTags(models=models)
@@ -240,10 +241,6 @@ async def _files(frontend: Frontend) -> WeightFiles:
     return await asyncio.to_thread(weight_files, frontend.config.model, frontend.folder)
 
 
-def _modified(app: web.Application, files: WeightFiles) -> str:
-    return iso_time(files.modified or app[STARTED])
-
-
 def _memory(report: WorkerReport, parallel: ParallelConfig) -> int:
     """Returns the bytes of weights, KV cache and CUDA graphs of an engine's ranks, as if all had as
     much as the largest."""
@@ -265,7 +262,7 @@ async def show_model(request: web.Request, body: ShowRequest) -> ShownModel:
     return ShownModel(
         template=tokenizer.chat_template_text if tokenizer is not None else "",
         details=ModelDetails(format=files.format),
-        modified_at=_modified(request.app, files),
+        modified_at=iso_time(files.modified or request.app[STARTED]),
         model_info={
             "general.architecture": "aioinfer",
             "aioinfer.context_length": frontend.max_model_len,

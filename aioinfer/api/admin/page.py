@@ -165,19 +165,15 @@ async def show_info(request: web.Request) -> PageInfo:
     frontend = frontend_of(request)
     defaults = frontend.defaults
     params = defaults.sampling_params()
-    names = (name for name in SAMPLING_DEFAULTS if name != "max_tokens")
-    values = {name: _as_written(getattr(params, name)) for name in names}
+    values = {name: getattr(params, name) for name in SAMPLING_DEFAULTS if name != "max_tokens"}
+    # a float32 as a person writes it: 0.7, and not 0.699999988
+    shown = {name: float(f"{value:.7g}") for name, value in values.items()}
     return PageInfo(
         tokenizer=frontend.tokenizer is not None,
         chat=frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
         max_model_len=frontend.max_model_len,
-        defaults=values | {"max_tokens": defaults.max_tokens},
+        defaults=shown | {"max_tokens": defaults.max_tokens},
     )
-
-
-def _as_written(value: float) -> float:
-    """Returns a float32 as a person writes it: 0.7, and not 0.699999988."""
-    return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
 async def stream_live(request: web.Request) -> web.StreamResponse:

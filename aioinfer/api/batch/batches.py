@@ -31,7 +31,6 @@ from yarl import URL
 from aioinfer.api.batch import objects
 from aioinfer.api.batch.store import (
     ENDED,
-    FILES,
     BatchFaults,
     BatchObject,
     FileStore,
@@ -85,7 +84,7 @@ class CreateBatch(Body, kw_only=True):
 
 
 class Batches:
-    """The batches of a server that have not ended."""
+    """The batches of a server that have not ended; they go on when its application starts."""
 
     def __init__(self, app: web.Application, store: FileStore):
         """`app` has its frontend, accounts and request bodies."""
@@ -395,13 +394,6 @@ def _take_ready(pending: deque[asyncio.Task[BatchResult]]) -> list[BatchResult]:
 
 
 BATCHES = web.AppKey("batches", Batches)
-
-
-def add_batches(app: web.Application) -> None:
-    """Adds batches to an application that has its frontend and accounts, where it has a store of
-    files. They begin when it starts."""
-    if (store := app[FILES]) is not None:
-        app[BATCHES] = Batches(app, store)
 
 
 async def create_batch(request: web.Request, body: CreateBatch) -> BatchObject:

@@ -296,11 +296,8 @@ class FileStore(Store):
                 body.errors = BatchFaults(data=[BatchFault(code="server_error", message=message)])
                 body.enter("failed")
             self._stored[record.owner, body.id] = Stored(record.owner, body)
-        self._drop_lost()
-
-    def _drop_lost(self) -> None:
-        """Deletes contents without a record, between whose writing or deleting a server ended; of a
-        batch that has not ended they are the results so far."""
+        # contents without a record, between whose writing or deleting a server ended; of a batch
+        # that has not ended they are the results so far
         known = {id for _, id in self._stored}
         batches = {each.body.id.removeprefix("batch_") for each in self.open_batches()}
         for data in self._folder.glob("files/file-*.data"):

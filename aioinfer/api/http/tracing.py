@@ -63,9 +63,10 @@ class Tracing:
         self._sdk_log = sdk_log
         self._model = config.name  # of requests that end before they name one
         name = OTELResourceDetector().detect().attributes.get("service.name", "aioinfer")
-        self._exporter = OTLPSpanExporter(
-            endpoint=_traces_url(config.tracing.endpoint or ""), timeout=_EXPORT_TIMEOUT_S
-        )
+        url = config.tracing.endpoint or ""
+        if urlsplit(url).path in ("", "/"):  # the collector's base
+            url = f"{url.rstrip('/')}/v1/traces"
+        self._exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": name, "service.version": __version__}),
             shutdown_on_exit=False,
@@ -166,12 +167,6 @@ class _SdkLog(logging.Handler):
         """Leaves OpenTelemetry's logger as it was."""
         self._logger.removeHandler(self)
         self._logger.propagate = not any(isinstance(h, _SdkLog) for h in self._logger.handlers)
-
-
-def _traces_url(endpoint: str) -> str:
-    """Returns the URL to post spans to: one without a path is the collector's base."""
-    is_base = urlsplit(endpoint).path in ("", "/")
-    return f"{endpoint.rstrip('/')}/v1/traces" if is_base else endpoint
 
 
 def _http_attributes(request: web.Request, record: RequestRecord) -> _Attributes:

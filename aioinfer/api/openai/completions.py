@@ -118,8 +118,9 @@ def _sampling_params(
     has_default |= body.n_predict is not None
     if "max_tokens" not in fields and not has_default:
         fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
-    if ends := _ends_of_middle(frontend, body):
-        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ends]
+    marks = None if frontend.tokenizer is None else frontend.tokenizer.fill_in_middle
+    if body.suffix and marks is not None and not body.ignore_eos:
+        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *marks.ends]
     return frontend.defaults.sampling_params(**fields)
 
 
@@ -139,14 +140,6 @@ async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str)
         after = await frontend.encode(suffix, False)
     prompts = await encode_prompts(frontend, body.prompts(), "prompt", False)
     return [marks.arrange(prompt, after) for prompt in prompts]
-
-
-def _ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, ...]:
-    """Returns the tokens that end a text between a prompt and its suffix."""
-    tokenizer = frontend.tokenizer
-    if not body.suffix or body.ignore_eos or tokenizer is None or not tokenizer.fill_in_middle:
-        return ()
-    return tokenizer.fill_in_middle.ends
 
 
 def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> Sequence[Delta]:
