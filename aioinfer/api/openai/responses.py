@@ -41,17 +41,11 @@ from aioinfer.api.logprobs import formatted
 from aioinfer.api.messages import Item, Text, converted, input_items, to_messages
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
-    EVENT_TYPES,
+    EVENTS,
     InputTokens,
     ReplayQuery,
     Response,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseEvent,
-    ResponseFailed,
     ResponseFault,
-    ResponseIncomplete,
-    ResponseInProgress,
     ResponseRequest,
     ResponseUsage,
     Status,
@@ -80,7 +74,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     body_type = ResponseRequest
     reply_type = Response
-    event_types = EVENT_TYPES
+    event_types = tuple(EVENTS.values())
     text_field = "input"
     id_prefix = "resp_"
     task: asyncio.Task[None]
@@ -243,14 +237,14 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             total_tokens=prompt + num_tokens,
         )
 
-    def _event(self, kind: type[ResponseEvent], **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return named_event(kind(sequence_number=number, **fields))
+        return named_event(EVENTS[name](sequence_number=number, **fields))
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
         body, event = self.response("in_progress"), self._event
-        return event(ResponseCreated, response=body) + event(ResponseInProgress, response=body)
+        return event("created", response=body) + event("in_progress", response=body)
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
@@ -259,8 +253,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     def closing(self, reason: str, stop_reason: StopReason, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         body = self.message(reason, stop_reason, num_tokens)
-        is_cut = body.status == "incomplete"
-        return self._event(ResponseIncomplete if is_cut else ResponseCompleted, response=body)
+        return self._event(body.status, response=body)
 
     def message(self, reason: str, stop_reason: StopReason, num_tokens: int) -> Response:
         """See `MessageDialect.message`."""
@@ -296,7 +289,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return self._event(ResponseFailed, response=self.failed(error))
+        return self._event("failed", response=self.failed(error))
 
     # ------------------------------------------------------------ in the background
 

@@ -298,142 +298,64 @@ class Response(Struct, kw_only=True):
         return [Item(id=id, status=self.status, role="assistant", content=[])]
 
 
-class ResponseEvent(Struct, kw_only=True):
-    """The fields of all events of a stream: which one it is."""
-
-    sequence_number: int
-
-
-class ResponseCreated(ResponseEvent, kw_only=True, tag="response.created"):
-    """The response as it begins."""
-
-    response: Response
-
-
-class ResponseInProgress(ResponseCreated, kw_only=True, tag="response.in_progress"):
-    """The same once more, as OpenAI has it."""
-
-
-class ResponseCompleted(ResponseCreated, kw_only=True, tag="response.completed"):
-    """The response, which is complete."""
-
-
-class ResponseIncomplete(ResponseCreated, kw_only=True, tag="response.incomplete"):
-    """The response, which its length has ended."""
-
-
-class ResponseFailed(ResponseCreated, kw_only=True, tag="response.failed"):
-    """The response, which an error has ended."""
-
-
-class ItemAdded(ResponseEvent, kw_only=True, tag="response.output_item.added"):
-    """An item begins."""
-
-    output_index: int
-    item: Item
-
-
-class ItemDone(ItemAdded, kw_only=True, tag="response.output_item.done"):
-    """An item has ended."""
-
-
-class EventOfItem(ResponseEvent, kw_only=True):
-    """The fields of events within an item."""
-
-    item_id: str
-    output_index: int
-
-
-class EventOfPart(EventOfItem, kw_only=True):
-    """The fields of events within the content of an item, which has one part."""
-
-    content_index: int = 0
-
-
-class PartAdded(EventOfPart, kw_only=True, tag="response.content_part.added"):
-    """The content begins."""
-
-    part: Part
-
-
-class PartDone(PartAdded, kw_only=True, tag="response.content_part.done"):
-    """The content has ended."""
-
-
-class ArgumentsDelta(EventOfItem, kw_only=True, tag="response.function_call_arguments.delta"):
-    """More of a call's arguments."""
-
-    delta: str
-
-
-class ArgumentsDone(EventOfItem, kw_only=True, tag="response.function_call_arguments.done"):
-    """The whole arguments of a call."""
-
-    name: str
-    arguments: str
-
-
-class ReasoningDelta(EventOfPart, kw_only=True, tag="response.reasoning_text.delta"):
-    """More of a thought."""
-
-    delta: str
-
-
-class ReasoningDone(EventOfPart, kw_only=True, tag="response.reasoning_text.done"):
-    """A whole thought."""
-
-    text: str
-
-
-class OutputTextDelta(ReasoningDelta, kw_only=True, tag="response.output_text.delta"):
-    """More of a text, with the log-probabilities of its tokens, if they are wanted."""
-
-    logprobs: list[ScoredToken]
-
-
-class OutputTextDone(ReasoningDone, kw_only=True, tag="response.output_text.done"):
-    """A whole text."""
-
-    logprobs: list[ScoredToken]
-
-
-#: The types of all events.
-EVENT_TYPES: Sequence[type[ResponseEvent]] = (
-    ResponseCreated, ResponseInProgress, ResponseCompleted, ResponseIncomplete, ResponseFailed,
-    ItemAdded, ItemDone, PartAdded, PartDone, ArgumentsDelta, ArgumentsDone, ReasoningDelta,
-    ReasoningDone, OutputTextDelta, OutputTextDone,
-)  # fmt: skip
-
-
-#: The types of the events of more text, and of all of it, by the kind of its block.
-_OF_TEXT: Mapping[BlockKind, tuple[type[ResponseEvent], type[ResponseEvent]]] = {
-    "call": (ArgumentsDelta, ArgumentsDone),
-    "reasoning": (ReasoningDelta, ReasoningDone),
-    "text": (OutputTextDelta, OutputTextDone),
+_OF_ITEM: Mapping[str, Any] = {"item_id": str, "output_index": int}
+_OF_PART: Mapping[str, Any] = {**_OF_ITEM, "content_index": int}
+#: The fields of the events of a stream beside their `sequence_number`, by the events' types behind
+#: `response.`: the response as it begins and as it ends; an item and its content, which has one
+#: part, begin and end; and there is more of a text, or all of it.
+_FIELDS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("created in_progress completed incomplete failed", {"response": Response}),
+    ("output_item.added output_item.done", {"output_index": int, "item": Item}),
+    ("content_part.added content_part.done", {**_OF_PART, "part": Part}),
+    ("function_call_arguments.delta", {**_OF_ITEM, "delta": str}),
+    ("function_call_arguments.done", {**_OF_ITEM, "name": str, "arguments": str}),
+    ("reasoning_text.delta", {**_OF_PART, "delta": str}),
+    ("reasoning_text.done", {**_OF_PART, "text": str}),
+    ("output_text.delta", {**_OF_PART, "delta": str, "logprobs": list[ScoredToken]}),
+    ("output_text.done", {**_OF_PART, "text": str, "logprobs": list[ScoredToken]}),
+)
+#: The types of all events, by the same names.
+EVENTS: Mapping[str, type[Struct]] = {
+    name: msgspec.defstruct(
+        f"Response{name.title().translate({ord('.'): None, ord('_'): None})}Event",
+        [("sequence_number", int), *fields.items()],
+        tag=f"response.{name}",
+        kw_only=True,
+    )
+    for names, fields in _FIELDS
+    for name in names.split()
 }
+#: The first part of the names of events of more text, by the kind of its block.
+_TEXTS: Mapping[BlockKind, str] = {
+    "call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text",
+}  # fmt: skip
 
 
 def block_events(
     kind: str, block: Block, text: str, status: str, event: Callable[..., bytes]
 ) -> bytes:
     """Returns the events of a `BlockChange`. `status` is the item's if it ends; `event` makes one
-    of its type and fields."""
+    of its name in `EVENTS` and its fields."""
     index, is_text, is_call = block.index, block.kind == "text", block.kind == "call"
     place: dict[str, Any] = {"item_id": item_id(block), "output_index": index}
-    more, whole = _OF_TEXT[block.kind]
+    if not is_call:
+        place["content_index"] = 0
     if kind == "delta":
         new = {"logprobs": block.new_logprobs()} if is_text else {}
-        return event(more, **place, delta=text, **new)
+        return event(f"{_TEXTS[block.kind]}.delta", **place, delta=text, **new)
     item = Item.of(block, "in_progress" if kind == "start" else status)
     if kind == "start":
-        data = event(ItemAdded, output_index=index, item=item)
-        return data if is_call else data + event(PartAdded, **place, part=Part.of(block))
-    text_name = "arguments" if is_call else "text"
-    own = {"name": block.name} if is_call else {"logprobs": block.logprobs} if is_text else {}
-    data = event(whole, **place, **own, **{text_name: block.text})
+        data = event("output_item.added", output_index=index, item=item)
+        return data if is_call else data + event("content_part.added", **place, part=Part.of(block))
+    whole: dict[str, Any] = {"text": block.text}
+    if is_call:
+        whole = {"name": block.name, "arguments": block.text}
+    elif is_text:
+        whole["logprobs"] = block.logprobs
+    data = event(f"{_TEXTS[block.kind]}.done", **place, **whole)
     if not is_call:
-        data += event(PartDone, **place, part=Part.of(block))
-    return data + event(ItemDone, output_index=index, item=item)
+        data += event("content_part.done", **place, part=Part.of(block))
+    return data + event("output_item.done", output_index=index, item=item)
 
 
 class InputTokens(Struct, kw_only=True):
