@@ -117,17 +117,6 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
         if self.task == "token_embed" and self.pooling_type not in (None, "all"):
             raise FieldError("pooling_type", "must be 'all' for token_embed: a vector a token")
 
-    @property
-    def kind(self) -> str | None:
-        """How to pool; None leaves it to the model."""
-        return "all" if self.task == "token_embed" else self.pooling_type
-
-    @property
-    def normalizes(self) -> bool | None:
-        """See `EmbeddingRequest.normalizes`; an embedding is normalised."""
-        found = super().normalizes
-        return True if found is None and self.task is not None else found
-
 
 class ClassifyRequest(InputBody, kw_only=True):
     """`POST /classify`."""
@@ -377,12 +366,16 @@ class StatesDialect(EmbeddingDialect[PoolingRequest]):
 
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
-        takes_all = self.body.task != "embed"
-        return self.pooling.params(self.body.kind, takes_all=takes_all).pooling or "last"
+        task = self.body.task
+        kind = "all" if task == "token_embed" else self.body.pooling_type
+        return self.pooling.params(kind, takes_all=task != "embed").pooling or "last"
 
     def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        vectors = enumerate(self.vectors(states, bool(self.body.normalizes)))
+        asked = self.body.normalizes
+        vectors = enumerate(
+            self.vectors(states, self.body.task is not None if asked is None else asked)
+        )
         items = [PooledItem(index=index, data=vector) for index, vector in vectors]
         return PoolingReply(**self.fields(), data=items)
 
