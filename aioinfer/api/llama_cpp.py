@@ -268,10 +268,6 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
         """See `PoolingDialect.kind`."""
         return self.pooling.params(takes_all=True).pooling or "last"
 
-    async def prompts(self) -> list[list[int]]:
-        """See `PoolingDialect.prompts`."""
-        return await self.tokens(self.body.prompts())
-
     def reply(self, states: list[F32]) -> list[LlamaVectors]:
         """See `PoolingDialect.reply`."""
         shape = -1, self.frontend.hidden_size

@@ -29,7 +29,7 @@ from aioinfer.api.messages import (
     template_content,
     template_message,
 )
-from aioinfer.api.openai.pooling import EmbeddingBody, InputDialect
+from aioinfer.api.openai.pooling import EmbeddingBody, PoolingDialect
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import StopReason
@@ -425,7 +425,7 @@ class GenerateDialect(OllamaDialect):
     text_field = "prompt"
 
 
-class EmbedDialect(InputDialect[OllamaEmbedRequest]):
+class EmbedDialect(PoolingDialect[OllamaEmbedRequest]):
     """Embeds each input, in the shape of Ollama's `/api/embed`."""
 
     body_type = OllamaEmbedRequest
@@ -442,7 +442,7 @@ class EmbedDialect(InputDialect[OllamaEmbedRequest]):
         )
 
 
-class EmbeddingDialect(InputDialect[OllamaEmbeddingsRequest]):
+class EmbeddingDialect(PoolingDialect[OllamaEmbeddingsRequest]):
     """Embeds one input, in the shape of Ollama's older `/api/embeddings`. Its clients normalise by
     themselves, and expect the vector as the model has it."""
 

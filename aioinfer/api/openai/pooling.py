@@ -247,8 +247,20 @@ class PoolingDialect(Dialect[B]):
         return self.pooling.params().pooling or "last"
 
     async def prompts(self) -> list[list[int]]:
-        """Returns the token ids of each prompt. Raises `RequestError`."""
-        raise NotImplementedError
+        """Returns the token ids of each prompt, by default those of the body's inputs or of its
+        conversation. Inputs that are embedded are behind the prompt that the body names. Raises
+        `RequestError`."""
+        frontend, prefix = self.frontend, ""
+        body: PoolingBody = self.body
+        if isinstance(body, EmbeddingBody):
+            self.pooling.check_dimensions(body.dimensions, frontend.hidden_size)
+            prefix = self.pooling.prompt(body.prompt_name)
+        given = body.prompts()
+        if isinstance(body, InputBody) and body.messages is not None:
+            messages, options = await template_messages(body.messages), template_options(body)
+            options["add_generation_prompt"] = bool(body.add_generation_prompt)  # no answer follows
+            given = [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
+        return await self.tokens([prefix + i if isinstance(i, str) else i for i in given])
 
     def reply(self, states: list[F32]) -> Any:
         """Returns the reply: the pooled state of each prompt, float32 [hidden_size], or [P,
@@ -314,31 +326,10 @@ def _parts(reply: Any) -> list[bytes]:
     return [head + encode(first), *(b"," + encode(item) for item in others), b"]}"]
 
 
-IB = TypeVar("IB", bound=InputBody)
-
-
-class InputDialect(PoolingDialect[IB]):
-    """An endpoint whose inputs are texts, token ids or a conversation. Inputs that are embedded are
-    behind the prompt that the body names."""
-
-    async def prompts(self) -> list[list[int]]:
-        """See `PoolingDialect.prompts`."""
-        body, frontend, prefix = self.body, self.frontend, ""
-        if isinstance(body, EmbeddingBody):
-            self.pooling.check_dimensions(body.dimensions, frontend.hidden_size)
-            prefix = self.pooling.prompt(body.prompt_name)
-        given = body.prompts()
-        if body.messages is not None:
-            messages, options = await template_messages(body.messages), template_options(body)
-            options["add_generation_prompt"] = bool(body.add_generation_prompt)  # no answer follows
-            given = [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
-        return await self.tokens([prefix + i if isinstance(i, str) else i for i in given])
-
-
 ER = TypeVar("ER", bound=EmbeddingRequest)
 
 
-class EmbeddingDialect(InputDialect[ER]):
+class EmbeddingDialect(PoolingDialect[ER]):
     """Embeds each input."""
 
     body_type = EmbeddingRequest
@@ -380,7 +371,7 @@ class StatesDialect(EmbeddingDialect[PoolingRequest]):
         return PoolingReply(**self.fields(), data=items)
 
 
-class ClassifyDialect(InputDialect[ClassifyRequest]):
+class ClassifyDialect(PoolingDialect[ClassifyRequest]):
     """Returns the classes of each input, where the model has a classification head."""
 
     body_type = ClassifyRequest
