@@ -273,8 +273,7 @@ def _wrong_field(message: str, raw: bytes, kind: Any) -> RequestError:
     """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the parameter
     and quotes its value."""
     found = _PLACE.fullmatch(message)
-    if found is None:  # the pattern matches any text
-        return RequestError(message)
+    assert found is not None  # the pattern matches any text
     what, full_path = found["what"], found["path"] or ""
     path = full_path.replace("[...]", "")
     if missing := _MISSING.fullmatch(what):

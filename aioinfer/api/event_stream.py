@@ -75,6 +75,8 @@ class StreamState(NamedTuple):
 _STATE: web.RequestKey[StreamState] = web.RequestKey("stream_state")
 _decoder = msgspec.json.Decoder(list[KnownDelta])
 _handover_decoder = msgspec.json.Decoder(Handover)
+#: Errors of a server that has no engine for a stream.
+_LOST = EngineDeadError, OverloadedError, NotReadyError
 #: Restored deltas, some 10 us each, between which other work of the event loop gets its turn.
 _RESTORED_AT_ONCE = 64
 
@@ -196,13 +198,6 @@ class EventStream(web.StreamResponse):
             events += b":%b\n" % orjson.dumps(fields)
         await self.write(events)
 
-    async def write_failure(self, error: Exception, events: bytes) -> None:
-        """Sends the events of a failure. Where an engine is lost, and no other of this server has
-        room, the connection ends instead: a gateway can go on with the stream elsewhere."""
-        if self.is_marked and isinstance(error, EngineDeadError | OverloadedError | NotReadyError):
-            raise ConnectionResetError("a gateway goes on with the stream")
-        await self.write(events)
-
 
 @asynccontextmanager
 async def event_stream(
@@ -210,14 +205,18 @@ async def event_stream(
 ) -> AsyncIterator[None]:
     """Begins a reply, whose events are sent in the block; where something fails in it, `failure`
     returns the last ones. (The reply must not refer to it: aiohttp keeps the reply, and with it
-    would go the prompt, until the next request of the connection.)"""
+    would go the prompt, until the next request of the connection.) Where an engine is lost, and no
+    other of this server has room, the connection ends instead: a gateway can go on with the stream
+    elsewhere."""
     await response.prepare(request)
     try:
         yield
     except ConnectionError:  # the client is gone, which is not worth a line in the log
         raise
     except Exception as error:
-        await response.write_failure(error, failure(error))
+        if response.is_marked and isinstance(error, _LOST):
+            raise ConnectionResetError("a gateway goes on with the stream") from error
+        await response.write(failure(error))
 
 
 def mark_frame(index: int, token: int, reason: str | None, stop_reason: StopReason) -> bytes:

@@ -283,9 +283,10 @@ class GenerationBody(PromptsBody, kw_only=True):
         return fields | ({"grammar": found[0]} if found else {})
 
 
-class IgnoredFields(GenerationBody, kw_only=True):
-    """Accepted fields without effect that clients send often. Because they are declared here, a
-    body with one is not decoded a second time."""
+class CommonSampling(GenerationBody, kw_only=True):
+    """The fields that OpenAI's and llama.cpp's APIs have in common for how tokens are sampled, and
+    OpenAI's for how long prompts are cached. Fields without effect that clients send often are
+    declared as well: a body with one is not decoded a second time."""
 
     # OpenAI
     metadata: Ignored = None
@@ -298,11 +299,6 @@ class IgnoredFields(GenerationBody, kw_only=True):
     id_slot: Ignored = None
     return_progress: Ignored = None
     timings_per_token: Ignored = None
-
-
-class CommonSampling(IgnoredFields, kw_only=True):
-    """The fields that OpenAI's and llama.cpp's APIs have in common for how tokens are sampled, and
-    OpenAI's for how long prompts are cached."""
 
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
