@@ -103,7 +103,8 @@ def saved(request: pytest.FixtureRequest, make_saved: Callable[[str], Saved]) ->
 def opened(saved: Saved, **settings: Any) -> LLM:
     given = {
         "model.dtype": "float32", "cache.block_size": 16, "parallel.executor": "inline",
-        "scheduler.max_num_seqs": 8, "model.max_model_len": 1024, **settings,
+        "scheduler.max_num_seqs": 8, "model.max_model_len": 1024,
+        "cache.cpu_memory_gib": 0.2, **settings,
     }  # fmt: skip
     return LLM(str(saved.folder), progress=False, settings=given)
 
