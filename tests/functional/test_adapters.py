@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.adapter_files import write_adapter
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import NUM_LAYERS, Served, serve
 from tests.functional.test_request_log import lines
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -25,10 +25,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0, "
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of SmolLM2, whose weights are in a GGUF file, which peft does not read."""
+    """An adapter of SmolLM2's first layers, whose weights peft does not read."""
     folder = tmp_path_factory.mktemp("adapter")
-    modules = {f"model.layers.{layer}.mlp.down_proj": (576, 1536) for layer in range(30)}
-    write_adapter(folder, modules, rank=4, deviation=0.4)
+    modules = {f"model.layers.{layer}.mlp.down_proj": (576, 1536) for layer in range(NUM_LAYERS)}
+    write_adapter(folder, modules, rank=4, deviation=2.0)
     return folder
 
 

@@ -31,7 +31,12 @@ CALL: Any = USUAL | {
 }
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest.fixture(scope="module")
+def served(speaking: Served) -> Served:
+    return speaking
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(served: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(
         base_url=served.url, api_key="none", max_retries=0

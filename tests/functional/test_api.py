@@ -27,9 +27,9 @@ def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
 
 
 class TestCompletions:
-    async def test_a_reply(self, served: Served) -> None:
+    async def test_a_reply(self, speaking: Served) -> None:
         before = int(time.time())
-        reply = await served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+        reply = await speaking.post("/v1/completions", prompt=PROMPT, **GREEDY)
         assert reply["id"].startswith("cmpl-")
         assert reply["object"] == "text_completion"
         assert before <= reply["created"] <= time.time()
@@ -39,7 +39,7 @@ class TestCompletions:
         assert "Paris" in choice["text"]
         assert choice["finish_reason"] == "length"
         assert (choice["stop_reason"], choice["logprobs"]) == (None, None)
-        count = len(await served.frontend.encode(PROMPT))
+        count = len(await speaking.frontend.encode(PROMPT))
         counts = {"prompt_tokens": count, "completion_tokens": 8, "total_tokens": count + 8}
         assert reply["usage"].items() >= counts.items()
 
@@ -156,15 +156,15 @@ class TestCompletions:
 
 
 class TestChat:
-    async def test_a_reply(self, served: Served) -> None:
-        reply = await served.post("/v1/chat/completions", messages=QUESTION, temperature=0)
+    async def test_a_reply(self, speaking: Served) -> None:
+        reply = await speaking.post("/v1/chat/completions", messages=QUESTION, temperature=0)
         assert reply["id"].startswith("chatcmpl-")
         assert reply["object"] == "chat.completion"
         (choice,) = reply["choices"]
         assert choice["message"]["role"] == "assistant"
         assert "Paris" in choice["message"]["content"]
         assert choice["finish_reason"] == "stop"
-        assert reply["usage"]["prompt_tokens"] == len(await served.frontend.encode_chat(QUESTION))
+        assert reply["usage"]["prompt_tokens"] == len(await speaking.frontend.encode_chat(QUESTION))
 
     async def test_special_tokens_in_messages_are_text_unless_asked_for(
         self, served: Served
@@ -233,9 +233,9 @@ class TestChat:
         continued = await prompt(messages=unfinished, continue_final_message=True)
         assert continued.endswith("The capital is")
 
-    async def test_going_on_with_the_last_message(self, served: Served) -> None:
+    async def test_going_on_with_the_last_message(self, speaking: Served) -> None:
         unfinished = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
-        reply = await served.post(
+        reply = await speaking.post(
             "/v1/chat/completions", messages=unfinished, continue_final_message=True, **GREEDY
         )
         assert reply["choices"][0]["message"]["content"].startswith(" Paris")

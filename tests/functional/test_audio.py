@@ -21,7 +21,7 @@ import torch
 from aioinfer.cli.server_process import _ready_text
 from aioinfer.config import MediaConfig
 from aioinfer.engine import transcript
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import Served, openai_client, serve
 from tests.functional.test_stream_events import declared_by, kinds, read
 from tests.source_models import (
     ID,
@@ -63,9 +63,7 @@ async def hearing(model: tuple[Path, Any]) -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(hearing: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{hearing.url}/v1", api_key="none", max_retries=0
-    ) as opened:
+    async with openai_client(hearing) as opened:
         yield opened
 
 
@@ -317,7 +315,7 @@ async def test_a_conversation_has_sound(listening: tuple[Served, Any]) -> None:
     served, model = listening
     messages: Any = conversation("Before ", CLIP, " and behind", hears=True)
     limits: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+    async with openai_client(served) as client:
         chat = await client.chat.completions.create(model="listening", messages=messages, **limits)
         parts = messages[0]["content"]
         items: Any = [p if "text" not in p else p | {"type": "input_text"} for p in parts]

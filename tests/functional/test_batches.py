@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from aioinfer.api.batch import batches, objects, store
 from aioinfer.errors import ConfigError
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import Served, openai_client, serve
 from tests.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
@@ -75,9 +75,7 @@ async def filed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serve
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(filed: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{filed.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with openai_client(filed) as client:
         yield client
 
 
@@ -329,7 +327,7 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     lines = [line(number, max_tokens=4, ignore_eos=True) for number in range(32)]
     async with (
         serve(**settings) as first,
-        openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client,
+        openai_client(first) as client,
     ):
         batch_id = await begin(client, jsonl(lines))
         await until_answered(client, batch_id, 8)
@@ -339,7 +337,7 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert 8 <= num_written < 32
     await asyncio.to_thread(partial.write_bytes, written + b'{"id": "half')
     async with serve(**settings) as second:
-        async with openai.AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
+        async with openai_client(second) as client:
             batch = await ended(client, batch_id)
             data = (await client.files.content(batch.output_file_id)).content
         assert sum(second.engine.metrics.finished.values()) == 32 - num_written
@@ -404,7 +402,7 @@ async def test_a_batch_that_failed_on_a_full_disk_has_failed_after_a_restart(
     for start in range(3):
         async with (
             serve(**settings) as served,
-            openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
+            openai_client(served) as client,
         ):
             if not start:
                 batch_id = await begin(client, jsonl(lines))
@@ -434,7 +432,7 @@ async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     lines = [line(number, max_tokens=100, ignore_eos=True) for number in range(9)]
     async with (
         serve(**settings) as first,
-        openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client,
+        openai_client(first) as client,
     ):
         left, broken = [await begin(client, jsonl(lines)) for _ in range(2)]
         async with asyncio.timeout(60):
@@ -457,7 +455,7 @@ async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     await asyncio.to_thread(change)
     async with (
         serve(**settings) as second,
-        openai.AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client,
+        openai_client(second) as client,
     ):
         found = [await ended(client, batch_id) for batch_id in (left, broken)]
         for batch in found:

@@ -156,7 +156,7 @@ def test_step_by_step_and_aborted_at_any_time(tiny: Path) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def served() -> AsyncIterator[Served]:
     settings = {"scheduler__max_num_seqs": 10, "cache__num_blocks": 160}
-    async with serve(model__quantization="none", **settings) as served:
+    async with serve(model__path=SMOLLM2, model__quantization="none", **settings) as served:
         yield served
         served.engine.scheduler.check_integrity()
 

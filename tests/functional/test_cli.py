@@ -89,10 +89,12 @@ async def chat(served: Served, text: str, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_chat_with_a_server_remembers_what_was_said(served: Served, tmp_path: Path) -> None:
+async def test_a_chat_with_a_server_remembers_what_was_said(
+    speaking: Served, tmp_path: Path
+) -> None:
     saved = tmp_path / "chat.json"
     questions = f"What is the capital of France?\n\nAnd of Italy?\n/save {saved}\n/quit\nnever\n"
-    status, output, _ = await chat(served, questions, "--system", "Be brief.")
+    status, output, _ = await chat(speaking, questions, "--system", "Be brief.")
     assert status == 0
     assert "Paris" in output
     messages = json.loads(await asyncio.to_thread(saved.read_text))
@@ -100,7 +102,7 @@ async def test_a_chat_with_a_server_remembers_what_was_said(served: Served, tmp_
     assert messages[1]["content"] in output
     fields = {"temperature": 0, "max_tokens": 12}
     system = {"role": "system", "content": "Be brief."}
-    reply = await served.post("/v1/chat/completions", messages=[system, *messages[:3]], **fields)
+    reply = await speaking.post("/v1/chat/completions", messages=[system, *messages[:3]], **fields)
     assert reply["choices"][0]["message"]["content"] == messages[3]["content"]
 
 

@@ -196,7 +196,7 @@ async def test_a_prompt_without_an_answer_may_fill_the_context(
     assert served.engine.is_idle
 
 
-async def test_the_page_s_scores_tell_an_answer_from_another_text(served: Served) -> None:
+async def test_the_page_s_scores_tell_an_answer_from_another_text(speaking: Served) -> None:
     page = await asyncio.to_thread(PAGE.read_text, "utf-8")
     commands = [shlex.split(line) for line in re.findall(r"^curl .*", page, re.MULTILINE)]
     bodies = {
@@ -204,12 +204,12 @@ async def test_the_page_s_scores_tell_an_answer_from_another_text(served: Served
         for command in commands
     }
     body = bodies["/score"]
-    right, wrong = (each["score"] for each in (await served.post("/score", **body))["data"])
+    right, wrong = (each["score"] for each in (await speaking.post("/score", **body))["data"])
     assert "Paris" in body["text_2"][0]
     assert right > wrong + 0.1
     assert (f"{right:.2f}", f"{wrong:.2f}") == ("0.88", "0.74")
     assert "score 0.88 and 0.74" in page.replace("\n", " ")
-    (best,) = (await served.post("/v1/rerank", **bodies["/v1/rerank"]))["results"]
+    (best,) = (await speaking.post("/v1/rerank", **bodies["/v1/rerank"]))["results"]
     assert "Paris" in best["document"]["text"]
     assert best["relevance_score"] == pytest.approx(right, abs=0.01)
 

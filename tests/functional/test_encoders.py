@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from aioinfer.cli.server_process import _ready_text
 from aioinfer.startup import describe_workers
 from tests.encoder_models import random_texts, tiny_encoder
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import Served, openai_client, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -66,7 +65,7 @@ async def test_embeddings_of_texts_of_all_lengths(encoder: Encoder) -> None:
     ids = random_texts(lengths, model.config.vocab_size)
     async with serve(**encoder.settings(scheduler__max_num_batched_tokens=512)) as served:
         assert served.frontend.max_model_len == 512
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        async with openai_client(served) as client:
             reply = await client.embeddings.create(model="smollm2", input=ids)
             vectors = np.array([each.embedding for each in reply.data])
             assert np.allclose(vectors, mean_states(model, ids), atol=2e-5)

@@ -16,6 +16,11 @@ PROMPT = "The capital of France is"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "n_predict": 6}
 
 
+@pytest.fixture(scope="module")
+def served(speaking: Served) -> Served:
+    return speaking
+
+
 async def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     async with served.http.post(path, json=body | {"stream": True}) as response:
         assert response.status == 200, await response.text()

@@ -21,7 +21,7 @@ from aioinfer.engine.model_group import ModelGroup
 from tests.adapter_files import write_adapter
 from tests.encoder_models import tiny_encoder
 from tests.executor_runs import tiny_llama
-from tests.functional.conftest import SMOLLM2, Served, serve
+from tests.functional.conftest import Served, few_layers, serve
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def three(folder: Path) -> AsyncIterator[Served]:
     text = f"""
 [[models]]
-model.path = "{SMOLLM2}"
+model.path = "{few_layers()}"
 model.max_model_len = 512
 server.served_model_names = ["smollm2", "org/alias"]
 {LLAMA.format(folder=folder / "llama", name="llama")}

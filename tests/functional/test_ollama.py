@@ -48,21 +48,21 @@ async def test_a_chat(served: Served) -> None:
     assert last["prompt_eval_count"] == whole["prompt_eval_count"]
 
 
-async def test_a_generation(served: Served) -> None:
+async def test_a_generation(speaking: Served) -> None:
     ask = {"prompt": "The capital of France is", "options": SHORT, "raw": True}
-    whole = await served.post("/api/generate", **ask, stream=False)
+    whole = await speaking.post("/api/generate", **ask, stream=False)
     assert "Paris" in whole["response"]
-    *parts, _ = await lines(served, "/api/generate", **ask)
+    *parts, _ = await lines(speaking, "/api/generate", **ask)
     assert "".join(part["response"] for part in parts) == whole["response"]
-    chat = await served.post(
+    chat = await speaking.post(
         "/api/generate", prompt="Hi", system="Be brief.", options=SHORT, stream=False
     )
     assert chat["prompt_eval_count"] > whole["prompt_eval_count"]
-    loaded = await served.post("/api/generate", model="smollm2")
+    loaded = await speaking.post("/api/generate", model="smollm2")
     assert loaded["done_reason"] == "load"
     for keep_alive, reason in ((0, "unload"), ("0s", "unload"), (-1, "load"), ("10m", "load")):
         for path in ("/api/generate", "/api/chat"):
-            reply = await served.post(path, model="smollm2", keep_alive=keep_alive)
+            reply = await speaking.post(path, model="smollm2", keep_alive=keep_alive)
             assert (reply["done_reason"], reply["done"]) == (reason, True)
 
 
@@ -142,20 +142,20 @@ async def test_a_schema(served: Served) -> None:
     jsonschema.validate(json.loads(reply["message"]["content"]), WEATHER)
 
 
-async def test_what_is_there(served: Served) -> None:
-    models = (await served.get("/api/tags"))["models"]
+async def test_what_is_there(speaking: Served) -> None:
+    models = (await speaking.get("/api/tags"))["models"]
     assert [model["name"] for model in models] == ["smollm2", "org/alias"]
     assert {model["size"] for model in models} == {await asyncio.to_thread(weights_size)}
     (digest,) = {model["digest"] for model in models}
     assert len(bytes.fromhex(digest)) == 32
-    (running,) = (await served.get("/api/ps"))["models"]
+    (running,) = (await speaking.get("/api/ps"))["models"]
     assert (running["name"], running["digest"]) == ("smollm2", digest)
-    assert running["size"] > served.engine.report.weights_bytes > 0
+    assert running["size"] > speaking.engine.report.weights_bytes > 0
     assert running["size_vram"] == 0
     assert running["context_length"] == 512
     assert datetime.fromisoformat(running["expires_at"]) > datetime.now(UTC)
-    assert "version" in await served.get("/api/version")
-    shown = await served.post("/api/show", model="smollm2")
+    assert "version" in await speaking.get("/api/version")
+    shown = await speaking.post("/api/show", model="smollm2")
     assert "tools" in shown["capabilities"]
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from aioinfer.errors import EngineDeadError, GenerationError
-from tests.functional.conftest import Served
+from tests.functional.conftest import Served, openai_client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,13 +46,14 @@ async def test_all_log_probabilities_need_a_setting(served: Served, name: str) -
     assert "scheduler.max_logprobs = -1 permits it" in error["message"]
 
 
-async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
-    async with client.chat.completions.stream(
-        model=MODEL, messages=QUESTION, temperature=0, stream_options={"include_usage": True}
-    ) as stream:
-        text = "".join([event.delta async for event in stream if event.type == "content.delta"])
-        final = await stream.get_final_completion()
+async def test_streamed_chat(speaking: Served) -> None:
+    async with openai_client(speaking) as client:
+        whole = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+        async with client.chat.completions.stream(
+            model=MODEL, messages=QUESTION, temperature=0, stream_options={"include_usage": True}
+        ) as stream:
+            text = "".join([event.delta async for event in stream if event.type == "content.delta"])
+            final = await stream.get_final_completion()
     assert text == final.choices[0].message.content == whole.choices[0].message.content
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     assert final.usage is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import SMOLLM2, Served, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,7 +20,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def featured() -> AsyncIterator[Served]:
-    async with serve(model__features=["only_even", "watch_token"]) as served:
+    async with serve(model__path=SMOLLM2, model__features=["only_even", "watch_token"]) as served:
         yield served
 
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
 import tokenizers
@@ -19,7 +18,7 @@ import torch
 from PIL import Image
 
 from aioinfer.engine import pictures
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import Served, openai_client, serve
 from tests.hostile_files import at_bounded_cost
 from tests.vision_models import (
     IMAGE,
@@ -78,7 +77,7 @@ async def test_each_api_gives_the_reference_s_text(
     sighted: Served, model: tuple[Path, Any]
 ) -> None:
     messages: Any = conversation(PICTURE, TEXT)
-    async with openai.AsyncOpenAI(base_url=f"{sighted.url}/v1", api_key="none") as client:
+    async with openai_client(sighted) as client:
         chat = await client.chat.completions.create(model="sighted", messages=messages, **GREEDY)
         text = {"type": "input_text", "text": TEXT}
         image = {"type": "input_image", "image_url": URL, "detail": "auto"}

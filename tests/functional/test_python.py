@@ -30,6 +30,11 @@ PROMPT = "The capital of France is"
 in_session = pytest.mark.asyncio(loop_scope="session")
 
 
+@pytest.fixture(scope="module")
+def served(speaking: Served) -> Served:
+    return speaking
+
+
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
 

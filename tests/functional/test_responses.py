@@ -30,6 +30,11 @@ CALL: Any = USUAL | {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def served(speaking: Served) -> Served:
+    return speaking
+
+
 @pytest.mark.sample
 async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     whole = await client.responses.create(**USUAL, input="What is the capital of France?")

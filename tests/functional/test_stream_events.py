@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 
 from aioinfer.errors import GenerationError
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import SMOLLM2, Served, serve
 from tests.functional.test_tools import ASK, TOOLS, WEATHER
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -144,9 +144,9 @@ def kinds(found: list[dict[str, Any]]) -> set[str]:
     return {each["type"] for each in found if "type" in each}
 
 
-async def test_texts_and_calls(served: Served) -> None:
-    declared = await declared_by(served)
-    found = [event for case in TEXTS for event in await streamed(served, declared, *case)]
+async def test_texts_and_calls(speaking: Served) -> None:
+    declared = await declared_by(speaking)
+    found = [event for case in TEXTS for event in await streamed(speaking, declared, *case)]
     assert kinds(found) >= {
         "message_start", "ping", "content_block_start", "content_block_delta",
         "content_block_stop", "message_delta", "message_stop",
@@ -170,7 +170,7 @@ async def test_thoughts_and_calls_of_ollama(tmp_path: Path) -> None:
         found = [event for case in THOUGHTS for event in await streamed(served, declared, *case)]
     assert kinds(found) >= {"response.reasoning_text.delta", "response.reasoning_text.done"}
     assert any(event.get("thinking") for event in found)
-    async with serve(chat__tool_format="llama") as served:
+    async with serve(model__path=SMOLLM2, chat__tool_format="llama") as served:
         declared = await declared_by(served)
         (case,) = CALLS
         found = await streamed(served, declared, *case)

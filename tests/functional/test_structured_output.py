@@ -8,14 +8,13 @@ import re
 from typing import Any
 
 import jsonschema
-import openai
 import pydantic
 import pytest
 
 from aioinfer.errors import RequestError
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
-from tests.functional.conftest import SMOLLM2, Served
+from tests.functional.conftest import SMOLLM2, Served, openai_client
 from tests.random_schemas import random_schemas
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
@@ -30,6 +29,11 @@ CITY = {
     "required": ["city", "country", "rank"], "additionalProperties": False,
 }  # fmt: skip
 FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def served(speaking: Served) -> Served:
+    return speaking
 
 
 class City(pydantic.BaseModel):
@@ -144,9 +148,7 @@ async def test_a_grammar_that_fails_while_it_runs(served: Served) -> None:
 
 @pytest.mark.sample
 async def test_the_openai_client_parses(served: Served) -> None:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with openai_client(served) as client:
         reply = await client.chat.completions.parse(
             model="smollm2", messages=QUESTION, response_format=City, max_tokens=200, temperature=0
         )

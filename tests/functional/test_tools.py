@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.functional.conftest import Served, serve
+from tests.functional.conftest import SMOLLM2, Served, serve
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
@@ -35,6 +35,11 @@ TOOLS: Any = [
 SCHEMAS = {"weather": WEATHER, "add": ADD}
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def served(speaking: Served) -> Served:
+    return speaking
 
 
 def check_calls(calls: Any) -> None:
@@ -300,7 +305,7 @@ async def test_calls_of_every_format_fit_their_schemas(name: str) -> None:
         for name, schema in functions.items()
     ]
     ask = {"messages": ASK, "tools": tools, "temperature": 1, "max_tokens": 150}
-    async with serve(chat__tool_format=name) as served:
+    async with serve(model__path=SMOLLM2, chat__tool_format=name) as served:
 
         async def check(function: str, schema: Any) -> None:
             choice = {"type": "function", "function": {"name": function}}
