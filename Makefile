@@ -30,8 +30,9 @@ serve: $(VENV)/.run-time
 
 # The tests of one file run in one process, since they share models and servers; the kernel tests
 # share nothing. These take a run of their own: Triton decides for a whole process whether it
-# interprets or compiles kernels.
-test: check test-kernels
+# interprets or compiles kernels. mypy, which has one core, runs beside them.
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync check test-kernels
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-kernels: $(VENV)/.test

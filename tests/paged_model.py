@@ -23,6 +23,18 @@ from aioinfer.worker.kv_tensors import KVTensors
 CPU = torch.device("cpu")
 
 
+class UnsummedGroup(ParallelGroup):
+    """The group of one of several ranks by itself, whose sums over the ranks are what it brings."""
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def backend_of(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Backend:
+    """Returns the backend of such a rank on a CPU."""
+    return Backend(CPU, dtype, UnsummedGroup(rank, size))
+
+
 def model_options(**fields: Any) -> ModelConfig:
     """Returns the section `[model]` of a model whose folder is given by itself."""
     return ModelConfig(path="", **fields)

@@ -19,7 +19,6 @@ import aioinfer.layers.part_maker
 from aioinfer.checkpoint.gguf import convert_gguf
 from aioinfer.checkpoint.gguf_groups import GROUPED_TYPES, Groups, pack_pairs
 from aioinfer.errors import ConfigError
-from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.formats.affine import AffineRows, AffineWeight
 from aioinfer.layers.formats.dense import DenseWeight, HalfWeight, PackedWeight
@@ -30,7 +29,7 @@ from aioinfer.layers.shards import Shard, Source, WeightShard
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.registry import build_model
 from tests.gguf_models import config_of, random_model, write_gguf
-from tests.paged_model import PagedModel, load_model
+from tests.paged_model import PagedModel, backend_of, load_model
 
 CPU = torch.device("cpu")
 Type = gguf.GGMLQuantizationType
@@ -39,17 +38,6 @@ HALVES = {Type.Q4_1: (0, 2), Type.Q5_1: (0, 2), Type.Q4_K: (0, 2), Type.Q5_K: (0
           Type.Q6_K: (208,)}  # fmt: skip
 SCHEMES = [AffineScheme(4, 32, True), AffineScheme(4, 32, False), AffineScheme(8, 16, False),
            AffineScheme(8, 32, True)]  # fmt: skip
-
-
-class Rank(ParallelGroup):
-    """A rank whose sums are what it brings."""
-
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-
-def backend(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Backend:
-    return Backend(CPU, dtype, Rank(rank, size))
 
 
 # -------------------------------------------------------------------- numbers
@@ -143,7 +131,7 @@ def loaded_weight(
     tensors: dict[str, torch.Tensor],
 ) -> AffineWeight:  # fmt: skip
     sources = [Source(name, rows) for name in names]
-    weight = AffineWeight(sources, columns, backend(), [scheme] * len(names))
+    weight = AffineWeight(sources, columns, backend_of(), [scheme] * len(names))
     fill(list(weight.weight_shards()), tensors)
     return weight
 
@@ -186,10 +174,11 @@ def test_both_ends_of_the_model_over_ranks(vocab_size: int, size: int, tied: boo
         vocab_size,
     ).dequantized()
     ids, hidden = torch.arange(vocab_size).flip(0).int(), torch.randn(3, 64)
-    norm = RMSNorm("n", 64, 1e-5, backend())
+    norm = RMSNorm("n", 64, 1e-5, backend_of())
     embedded, logits = [], []
     for rank in range(size):
-        vocabulary, ranks = Vocabulary(vocab_size, Rank(rank, size)), backend(rank, size)
+        ranks = backend_of(rank, size)
+        vocabulary = Vocabulary(vocab_size, ranks.group)
         embedding = Embedding("e", vocabulary, 64, ranks, scheme=scheme)
         given = embedding if tied else None
         head = LMHead("e", vocabulary, 64, ranks, tied=given, scheme=None if tied else scheme)
@@ -313,7 +302,7 @@ def test_without_float16_products_the_model_is_the_dequantized_one(
 
 
 def test_dummy_weights(folders: tuple[Path, Path]):
-    model = build_model(folders[0], backend())
+    model = build_model(folders[0], backend_of())
     assert isinstance(model, DecoderModel)
     model.load(folders[0], "dummy", 0, lambda done, total: None)
     weight = model.embedding.quantized

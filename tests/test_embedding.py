@@ -5,24 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
+from tests.paged_model import UnsummedGroup, backend_of
 
 CPU = torch.device("cpu")
 HIDDEN = 12
-
-
-class Rank(ParallelGroup):
-    """A rank whose sums are what it brings."""
-
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-
-def backend(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Backend:
-    return Backend(CPU, dtype, Rank(rank, size))
 
 
 def load(layer: Embedding | LMHead, weight: torch.Tensor) -> None:
@@ -36,14 +25,14 @@ def embeddings(weight: torch.Tensor, size: int) -> list[Embedding]:
     """Returns each rank's embedding."""
     found = []
     for rank in range(size):
-        vocabulary = Vocabulary(len(weight), Rank(rank, size))
-        found.append(Embedding("e", vocabulary, HIDDEN, backend(rank, size)))
+        vocabulary = Vocabulary(len(weight), UnsummedGroup(rank, size))
+        found.append(Embedding("e", vocabulary, HIDDEN, backend_of(rank, size)))
         load(found[-1], weight)
     return found
 
 
 def no_norm(dtype: torch.dtype = torch.float32) -> RMSNorm:
-    return RMSNorm("n", HIDDEN, 1e-5, backend(dtype=dtype))
+    return RMSNorm("n", HIDDEN, 1e-5, backend_of(dtype=dtype))
 
 
 SIZES = [(64, 1), (64, 4), (61, 2), (61, 4), (9, 4), (5, 4), (3, 8)]
@@ -64,8 +53,8 @@ def test_logits_side_by_side_are_the_whole(vocab_size: int, size: int, prepared:
     parts = []
     norm = no_norm()
     for rank in range(size):
-        vocabulary = Vocabulary(vocab_size, Rank(rank, size))
-        head = LMHead("h", vocabulary, HIDDEN, backend(rank, size))
+        vocabulary = Vocabulary(vocab_size, UnsummedGroup(rank, size))
+        head = LMHead("h", vocabulary, HIDDEN, backend_of(rank, size))
         load(head, weight)
         if prepared:
             head.finalize()
@@ -78,9 +67,9 @@ def test_logits_side_by_side_are_the_whole(vocab_size: int, size: int, prepared:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_weight_serves_both_ends_after_preparing(dtype: torch.dtype):
     vocabulary = Vocabulary(32, ParallelGroup.single())
-    embedding = Embedding("e", vocabulary, HIDDEN, backend(dtype=dtype))
+    embedding = Embedding("e", vocabulary, HIDDEN, backend_of(dtype=dtype))
     weight = embedding.weight.normal_().clone()
-    head = LMHead("h", vocabulary, HIDDEN, backend(dtype=dtype), tied=embedding)
+    head = LMHead("h", vocabulary, HIDDEN, backend_of(dtype=dtype), tied=embedding)
     assert list(head.weight_shards()) == []
     head.finalize()
     hidden = embedding(torch.tensor([3, 31, 3], dtype=torch.int32)).hidden
@@ -93,7 +82,7 @@ def test_a_tied_weight_serves_both_ends_after_preparing(dtype: torch.dtype):
 
 
 def test_embeddings_are_scaled_by_the_rounded_factor():
-    vocabulary, wide = Vocabulary(8, ParallelGroup.single()), backend(dtype=torch.bfloat16)
+    vocabulary, wide = Vocabulary(8, ParallelGroup.single()), backend_of(dtype=torch.bfloat16)
     embedding = Embedding("e", vocabulary, HIDDEN, wide, scale=33.94)
     embedding.weight.fill_(1)
     hidden = embedding(torch.tensor([1], dtype=torch.int32)).hidden
@@ -103,7 +92,7 @@ def test_embeddings_are_scaled_by_the_rounded_factor():
 
 def test_logits_are_scaled_and_capped():
     vocabulary = Vocabulary(8, ParallelGroup.single())
-    head = LMHead("h", vocabulary, HIDDEN, backend(), scale=0.25, soft_cap=2.0)
+    head = LMHead("h", vocabulary, HIDDEN, backend_of(), scale=0.25, soft_cap=2.0)
     weight, hidden, norm = torch.randn(8, HIDDEN) * 5, torch.randn(3, HIDDEN), no_norm()
     load(head, weight)
     expected = 2.0 * torch.tanh(norm(hidden) @ weight.T * 0.25 / 2.0)

@@ -17,6 +17,7 @@ from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
+from tests.paged_model import UnsummedGroup
 from tests.test_models import NEMOTRON_EXPERTS
 from tests.tiny_models import tiny_model
 
@@ -152,13 +153,6 @@ def test_every_configuration_is_launched_before_the_first_request(
     assert launched <= warmed
 
 
-class Rank(ParallelGroup):
-    """One of several ranks by itself: its sums over the ranks are what it has."""
-
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-
 @pytest.mark.parametrize(
     ("family", "fields", "sizes"),
     [("qwen3_moe", {"num_experts": 7}, [3, 4]), ("glm4_moe", {}, [4, 4])],
@@ -171,7 +165,7 @@ def test_ranks_with_whole_experts(
     tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family], **fields})
     whole, *ranks = (
         Bound(tmp_path, kernels=True, group=group, expert_parallel=group.size > 1)
-        for group in (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
+        for group in (ParallelGroup.single(), *(UnsummedGroup(rank, 2) for rank in range(2)))
     )
     stacks = [rank.model.layers[0].parts[1].stacked for rank in ranks]
     assert [len(stack.gate_up) for stack in stacks] == sizes
@@ -190,7 +184,7 @@ def test_ranks_with_copies_of_experts(family: str, tmp_path: Path) -> None:
     """Tokens are divided among the copies, and all are counted once."""
     tiny_model(family, tmp_path, **SIZES)
     placement = ExpertPlacement({0: LayerPlacement(((6, 0, 1, 2), (3, 4, 5, 6, 7, 0)))})
-    groups = (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
+    groups = (ParallelGroup.single(), *(UnsummedGroup(rank, 2) for rank in range(2)))
     whole, *ranks = (
         Bound(
             tmp_path, kernels=True, group=group, expert_parallel=group.size > 1,
