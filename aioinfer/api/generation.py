@@ -14,6 +14,7 @@ and events are msgspec structs, so that `/openapi.json` describes what is sent.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -363,3 +364,29 @@ def _speed(of: str, count: int, ms: float) -> dict[str, Any]:
         f"{of}_per_token_ms": ms / count if count else 0.0,
         f"{of}_per_second": count * 1e3 / ms if ms else 0.0,
     }
+
+
+class PromptProgress(Struct, kw_only=True):
+    """llama.cpp's `prompt_progress`: how many tokens the prompt has, how many of them were in the
+    prefix cache, how many are computed (the cached ones included), and the milliseconds since its
+    first step."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+def prompt_progress(output: RequestOutput, num_reported: int) -> PromptProgress | None:
+    """Returns the progress of an output's prompt, of which so many computed tokens were reported;
+    None if it is not wanted or nothing is new."""
+    progress, times = output.prompt_progress, output.sequences[0].times
+    if progress is None or progress.num_computed <= num_reported:
+        return None
+    began = times.scheduled if times is not None else 0.0
+    return PromptProgress(
+        total=progress.prompt_len,
+        cache=output.num_cached_tokens,
+        processed=progress.num_computed,
+        time_ms=(time.perf_counter() - began) * 1e3 if began else 0.0,
+    )

@@ -7,7 +7,6 @@ the constant bytes around it once, so that a token costs the JSON escape of its 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -21,9 +20,11 @@ from aioinfer.api.errors import DONE
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import (
     ChoiceWriter,
+    PromptProgress,
     TextDialect,
     Timings,
     data_event,
+    prompt_progress,
     timings,
 )
 from aioinfer.api.logprobs import prompt_logprobs
@@ -65,17 +66,6 @@ class Usage(Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     weight_version: str | UnsetType = UNSET
     weight_versions: Sequence[str] | UnsetType = UNSET
-
-
-class PromptProgress(Struct, kw_only=True):
-    """llama.cpp's `prompt_progress`: how many tokens the prompt has, how many of them were in the
-    prefix cache, how many are computed (the cached ones included), and the milliseconds since its
-    first step."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
 
 
 class Choice(Struct, kw_only=True):
@@ -206,18 +196,11 @@ class ChunkWriter(ChoiceWriter):
 
     def progress(self) -> bytes:
         """See `ChoiceWriter.progress`."""
-        output, news = self._output, self._output.prompt_progress
-        if news is None or news.num_computed <= self._num_computed:
+        news = prompt_progress(self._output, self._num_computed)
+        if news is None:
             return b""
-        self._num_computed, times = news.num_computed, output.sequences[0].times
-        began = times.scheduled if times is not None else 0.0
-        progress = PromptProgress(
-            total=news.prompt_len,
-            cache=output.num_cached_tokens,
-            processed=news.num_computed,
-            time_ms=(time.perf_counter() - began) * 1e3 if began else 0.0,
-        )
-        return self.event(self.empty, prompt_progress=progress)
+        self._num_computed = news.processed
+        return self.event(self.empty, prompt_progress=news)
 
     def frame(self, text: str, token: int, reason: str | None, stop_reason: StopReason) -> bytes:
         """See `ChoiceWriter.frame`."""
