@@ -19,7 +19,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import make_frontend
 from tests.functional.chat_page import IDLE, LAST_TEXT, ask, posted, say, set_field
-from tests.functional.chromium import EXECUTABLE, Page, open_page
+from tests.functional.chromium import EXECUTABLE, Page
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
@@ -54,12 +54,6 @@ async def url() -> AsyncIterator[str]:
     process.terminate()
     await process.communicate()
     assert process.returncode == 0
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
-    async with open_page(tmp_path_factory.mktemp("chromium")) as page:
-        yield page
 
 
 @pytest_asyncio.fixture(loop_scope="module")
