@@ -101,7 +101,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+# all families have two ranks in tests/test_models.py
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.extended), 4])
 def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
     """What each of several ranks saved."""
     return run_ranks(run_rank, request.param, folder)
