@@ -17,8 +17,8 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from benchlib.quantized_folder import Format, Groups, awq, gptq, packed, quantize_folder, scaled
 from tests.kernels.bound_model import Bound, assert_close, random_ids
-from tests.kernels.test_expert_models import Rank
 from tests.mxfp4_models import quantize_experts
+from tests.paged_model import UnsummedGroup
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.extended
@@ -113,7 +113,7 @@ def test_bfloat16_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
 
 
 def ranks_of(folder: Path, count: int, *, by_expert: bool) -> list[Bound]:
-    groups = [ParallelGroup.single(), *(Rank(rank, count) for rank in range(count))]
+    groups = [ParallelGroup.single(), *(UnsummedGroup(rank, count) for rank in range(count))]
     return [
         Bound(folder, kernels=True, group=group, expert_parallel=by_expert and group.size > 1)
         for group in groups
