@@ -476,7 +476,6 @@ async def test_a_rank_that_ends_while_the_host_ends(run: Run) -> None:
 
 async def test_no_descriptor_is_left(folder: Path) -> None:
     """The first round also opens what Python, asyncio and torch keep."""
-    gc.collect()  # executors of other tests, which are parts of cycles
     after: list[list[str]] = []
     for fails in (False, True):
         run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
@@ -485,6 +484,8 @@ async def test_no_descriptor_is_left(folder: Path) -> None:
             run.executor.post(broken_plan(0))
             await run.wait_for_failure()
         await run.executor.shutdown()
+        # a thread lets go of the method that it has called only behind telling the result
+        await asyncio.sleep(0.1)
         after.append(open_files())
     await MultiprocessExecutor(tiny_config(folder), folder).shutdown()  # never started
     after.append(open_files())
