@@ -324,7 +324,10 @@ def launch_pipelined(
     """
     weight, routed = given.weight, given.routed
     if given.gated or routed.counts is None or not supports_weight(weight, given.bias):
-        raise ValueError(f"the pipelined kernel does not compute this product: {given}")
+        raise ValueError(
+            "the pipelined kernel computes second products with buckets and without a bias, of "
+            f"16-bit weights on Hopper, not of {tuple(weight.shape)} of {type(weight).__name__}"
+        )
     assert isinstance(weight, torch.Tensor)
     assert routed.rows is not None
     (tokens, top_k), (experts, lines, inputs) = routed.experts.shape, weight.shape

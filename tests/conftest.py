@@ -104,7 +104,7 @@ def tokenizer_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenizers_are_read_once() -> Iterator[None]:
-    """Reads a tokenizer anew only where the files of its folder have changed, and keeps the last
+    """Reads a tokenizer again only where the files of its folder have changed, and keeps the last
     few, with their tables for grammars: nearly all engines of a process have the demo model's,
     which takes half a second of CPU time."""
     from aioinfer.text.grammar import GrammarCompiler

@@ -428,7 +428,7 @@ async def test_a_start_that_is_cancelled_again_waits_for_the_end_of_its_workers(
 
 
 class ProcessToldLate:
-    """A rank's process whose exit status is told only once `told` is set."""
+    """A rank's process whose exit status is known only once `told` is set."""
 
     def __init__(self, process: RankProcess):
         self.told = threading.Event()
