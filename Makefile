@@ -1,7 +1,7 @@
 # make serve        installs what the server needs into .venv and serves SmolLM2-135M-Instruct on
 #                   127.0.0.1:8000
 # make test         installs what the tests need as well, checks the code and runs the tests (about
-#                   1100 s of CPU time: ten minutes on two cores), all but those of make
+#                   1100 s of CPU time: eleven minutes on two cores), all but those of make
 #                   test-extended
 # make test-fast    checks the code and runs the tests without servers, worker processes, real
 #                   models, tokenizers and kernels: for daily work, under two minutes on two cores
