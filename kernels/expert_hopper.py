@@ -84,12 +84,12 @@ def _count_tiles(
 @gluon.jit
 def _find_tiles(
     EXPERTS: gl.constexpr, PAD: gl.constexpr, LINE_TILES: gl.constexpr, LINES: gl.constexpr, counts,
-    buckets, factors, pairs, weights, places, known, free, tokens, lines
+    buckets, factors, pairs, row_factors, places, known, free, tokens, lines
 ):  # fmt: skip
     """Writes where the tiles of this program are, which pairs are their rows, and what these are
     multiplied by."""
     TOKENS: gl.constexpr = pairs.shape[1]
-    gdc_wait()
+    gdc_wait()  # does nothing where the launch is not a dependent one
     sizes = _sizes(counts, tokens, EXPERTS, PAD)
     ends = gl.associative_scan((sizes + TOKENS - 1) // TOKENS, 0, _add)
     tiles = gl.max(ends, 0) * LINE_TILES
@@ -113,7 +113,7 @@ def _find_tiles(
         slot = found % FOUND
         mbarrier.wait(free.index(slot), ((found // FOUND) & 1) ^ 1)
         pairs.index(slot).store(pair)
-        weights.index(slot).store(factor)
+        row_factors.index(slot).store(factor)
         places.index(slot).store(place)
         gl.thread_barrier()
         mbarrier.arrive(known.index(slot))
@@ -183,7 +183,7 @@ def _write_rows(value, pair, factor, mine, out, column, WIDTH: gl.constexpr):
 @gluon.jit
 def _multiply(
     PART: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr, STEPS: gl.constexpr, x_smem,
-    w_smem, staging, full, empty, pairs, weights, places, out, slot, used
+    w_smem, staging, full, empty, pairs, row_factors, places, out, slot, used
 ):  # fmt: skip
     """Computes consumer `PART` of a tile for its first TOKENS rows. Returns how many stages are
     used by now."""
@@ -206,7 +206,7 @@ def _multiply(
     low, high = warpgroup_mma_wait(0, [low, high])
     mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
     mine = staging.index(PART).slice(0, TOKENS, 0)
-    pair, factor = pairs.index(slot).slice(0, TOKENS), weights.index(slot).slice(0, TOKENS)
+    pair, factor = pairs.index(slot).slice(0, TOKENS), row_factors.index(slot).slice(0, TOKENS)
     column = (_read(places, slot, 1) * BOXES + PART * 2) * ROWS
     _write_rows(low, pair, factor, mine, out, column, WIDTH)
     _write_rows(high, pair, factor, mine, out, column + ROWS, WIDTH)
@@ -217,7 +217,7 @@ def _multiply(
 def _consume(
     PART: gl.constexpr, WIDTH: gl.constexpr, EXPERTS: gl.constexpr, PAD: gl.constexpr,
     LINE_TILES: gl.constexpr, STEPS: gl.constexpr, x_smem, w_smem, staging, full, empty, counts,
-    pairs, weights, places, known, free, out, tokens
+    pairs, row_factors, places, known, free, out, tokens
 ):  # fmt: skip
     """Computes the part of consumer `PART` of every tile of this program: 128 of its weight
     rows."""
@@ -232,12 +232,12 @@ def _consume(
         if _read(places, slot, 0) <= TOKENS // 2:
             used = _multiply(
                 PART, TOKENS // 2, WIDTH, STEPS, x_smem, w_smem, staging, full, empty, pairs,
-                weights, places, out, slot, used,
+                row_factors, places, out, slot, used,
             )  # fmt: skip
         else:
             used = _multiply(
-                PART, TOKENS, WIDTH, STEPS, x_smem, w_smem, staging, full, empty, pairs, weights,
-                places, out, slot, used,
+                PART, TOKENS, WIDTH, STEPS, x_smem, w_smem, staging, full, empty, pairs,
+                row_factors, places, out, slot, used,
             )  # fmt: skip
         gl.thread_barrier()  # every thread has read the tile's pairs
         mbarrier.arrive(free.index(slot))
@@ -262,7 +262,7 @@ def _expert_hopper_kernel(
     staging = allocate_boxes(x, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pairs = gl.allocate_shared_memory(gl.int32, [FOUND, TOKENS], flat)
-    weights = gl.allocate_shared_memory(gl.float32, [FOUND, TOKENS], flat)
+    row_factors = gl.allocate_shared_memory(gl.float32, [FOUND, TOKENS], flat)
     places = gl.allocate_shared_memory(gl.int32, [FOUND, 4], flat)
     full, empty = make_barriers(STAGES, 2)
     known, free = make_barriers(FOUND, 3)  # two consumers and the loading warp
@@ -270,11 +270,11 @@ def _expert_hopper_kernel(
     gl.thread_barrier()
     # constants must be named in each tuple: in a variable they would become constants of constants
     shared = (
-        x_smem, w_smem, staging, full, empty, counts, pairs, weights, places, known, free, out,
+        x_smem, w_smem, staging, full, empty, counts, pairs, row_factors, places, known, free, out,
         tokens,
     )  # fmt: skip
     loads = x, weight, x_smem, w_smem, full, empty, counts, places, known, free, tokens
-    finds = counts, buckets, factors, pairs, weights, places, known, free, tokens, lines
+    finds = counts, buckets, factors, pairs, row_factors, places, known, free, tokens, lines
     gl.warp_specialize(
         [
             (_consume, (0, WIDTH, EXPERTS, PAD, LINE_TILES, STEPS) + shared),

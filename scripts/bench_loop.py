@@ -351,7 +351,8 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
     for number in range(streams):
         output = await frontend.submit([number + 5] * PROMPT_LEN, params)
         writer = CompletionWriter(dialect, output, 0)
-        output.attach(DirectSink(NoTransport(), [writer], is_marked=False))  # type: ignore[arg-type]
+        transport: Any = NoTransport()
+        output.attach(DirectSink(transport, [writer], is_marked=False))
     gc.collect()
     gc.freeze()
     cpu = time.thread_time()
