@@ -28,16 +28,16 @@ from aioinfer.kernels.cascade_attention import (
 # sector
 PLAN_FIELDS = 8
 MIN_ROWS_PAD = 256
-# a part of a row has at least a tenth of its tiles, up to `DecodeConfig.min_tiles`
-TILES_A_PART = tl.constexpr(10)
+# a short row has at most so many parts
+PARTS_OF_SHORT = tl.constexpr(10)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """The compile-time configuration of the decode kernel: KV tokens a tile, warps, pipeline
-    stages, programs a multiprocessor; and how rows are split: parts of long rows have at least
-    `min_tiles` tiles, and rows of up to `whole_tiles` are not split if there are enough of them to
-    occupy the GPU.
+    stages, programs a multiprocessor; and how rows are split: a part may have to have up to
+    `min_tiles` tiles (`_fewest_tiles`), and rows of up to `whole_tiles` are not split if there are
+    enough of them to occupy the GPU.
 
     With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
     a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
@@ -66,10 +66,8 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     if tile * bytes_a_token > 8192:
         return DecodeConfig(tile, 4, 2, 2, 1)
     narrow = element_size == 1
-    # the parts of wide heads are merged few at a time: fewer of them take less time together
-    min_tiles = 4 if head_size <= 128 else 256 // tile
     return DecodeConfig(
-        tile, 2, 6, 4, min_tiles, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
+        tile, 2, 6, 4, 64, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
     )
 
 
@@ -187,6 +185,18 @@ def tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _fewest_tiles(longest, MIN_TILES: tl.constexpr):
+    """Returns how many tiles a part has at least, where the longest row has `longest`.
+
+    One program reads the tiles of a part one after the other, and one merges a row's parts: with t
+    tiles a part the two take about a t + b longest / t, the least at t = (longest b / a)^1/2. On an
+    H200 b / a is about 1/3 for heads of 128 and of 256 channels (notes/decode-attention.md).
+    """
+    root = tl.sqrt(longest.to(tl.float32) / 3).to(tl.int32)
+    return tl.maximum(tl.minimum(tl.minimum(longest // PARTS_OF_SHORT, root), MIN_TILES), 1)
+
+
+@triton.jit
 def _even_span(
     tiles, longest, num_rows, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr,
     WHOLE_TILES: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -194,10 +204,10 @@ def _even_span(
     """Returns how many tiles a program has if all have equally many, but no fewer than are worth a
     part. `longest` is the maximum of the rows' `tiles`.
 
-    Merging parts takes longer the more there are. With enough (row, head) pairs to occupy the GPU
-    one program reads all tiles of a short row sooner than several read and merge them.
+    With enough (row, head) pairs to occupy the GPU one program reads all tiles of a short row
+    sooner than several read and merge them.
     """
-    fewest = tl.minimum(tl.maximum(longest // TILES_A_PART, 1), MIN_TILES)
+    fewest = _fewest_tiles(longest, MIN_TILES)
     if 4 * num_rows * KV_HEADS >= PROGRAMS:
         fewest = tl.where(longest <= WHOLE_TILES, longest, fewest)
     return tl.maximum(tl.cdiv(tl.sum(tiles) * KV_HEADS, PROGRAMS), fewest)
