@@ -77,30 +77,33 @@ def _chunk_kernel(
         is_key = is_token[:, None] & (i < SHAPE.key_size)[None, :]
         is_value = is_token[:, None] & (j < SHAPE.value_size)[None, :]
         q_places = mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
-        q = tl.load(q_places, is_key, 0.0)
         k = tl.load(q_places + KEYS, is_key, 0.0)
-        v_places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
-        v = tl.load(v_places, is_value, 0.0)
         beta = tl.sigmoid(tl.load(b + line * b_stride + head, is_token, 0.0).to(tl.float32))
         a_value = tl.load(a + line * a_stride + head, is_token, 0.0).to(tl.float32)
         g = tl.where(is_token, log_decay(a_value, decay_rate, bias), 0.0)
         G = tl.cumsum(g, 0)
         tl.store(decays + head * decay_stride + line, G, is_token)
-
         decay = tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
-        products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        A = tl.where(t[:, None] > t[None, :], products * decay * beta[:, None], 0.0)
-        T = _inverse(A, LENGTH, PRECISION).to(k.dtype)
-        decayed = (k.to(tl.float32) * (beta * tl.exp(G))[:, None]).to(k.dtype)
-        W = tl.dot(T, decayed, input_precision=PRECISION)
-        places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
-        tl.store(places, W.to(k.dtype), is_key)
-        U = tl.dot(T, (v.to(tl.float32) * beta[:, None]).to(k.dtype), input_precision=PRECISION)
-        tl.store(v_places, U.to(k.dtype), is_value)
+
+        q = tl.load(q_places, is_key, 0.0)
         P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
         P = tl.where(t[:, None] >= t[None, :], P, 0.0)
         places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
         tl.store(places, P.to(k.dtype), is_token[:, None])
+
+        products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        A = tl.where(t[:, None] > t[None, :], products * decay * beta[:, None], 0.0)
+        # factors of keys and values go into the columns of T: then the products take both as they
+        # were loaded, without registers for a scaled copy
+        T = _inverse(A, LENGTH, PRECISION) * beta[None, :]
+        v_places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
+        v = tl.load(v_places, is_value, 0.0)
+        U = tl.dot(T.to(v.dtype), v, input_precision=PRECISION)
+        tl.store(v_places, U.to(v.dtype), is_value)
+        decayed = (T * tl.exp(G)[None, :]).to(k.dtype)
+        W = tl.dot(decayed, k, input_precision=PRECISION)
+        places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
+        tl.store(places, W.to(k.dtype), is_key)
 
 
 @triton.jit

@@ -10,8 +10,35 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.delta_arguments import L2_EPS, DeltaShape, silu
 from aioinfer.kernels.launch import wait_for_kernel
-from aioinfer.kernels.short_convolution import TILE_TOKENS, block_of, convolved, store_windows
+from aioinfer.kernels.short_convolution import (
+    TILE_TOKENS,
+    add_window,
+    block_of,
+    convolved,
+    store_windows,
+    taps_of,
+)
 from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
+
+#: Of a thread, and programs that a multiprocessor then has room for: the fastest of ten variants on
+#: an H200 (notes/states.md).
+_REGISTERS, _RESIDENT = 96, 5
+
+
+@triton.jit
+def _store_tile(
+    acc, target, stride, head, count, channels, mask, TOKENS: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Stores SiLU of the convolution of `count` tokens at most, the first of which `target` points
+    to, of queries and keys with their norm."""
+    acc = silu(acc)
+    if head < 2 * SHAPE.key_heads:
+        acc *= tl.rsqrt(tl.sum(acc * acc, 1) + L2_EPS)[:, None]
+    if head < SHAPE.key_heads:
+        acc *= SHAPE.key_size**-0.5
+    t = tl.arange(0, TOKENS)
+    places = target + t[:, None] * stride + channels[None, :]
+    tl.store(places, acc.to(target.dtype.element_ty), (t < count)[:, None] & mask[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["tables", "query_starts"])
@@ -42,21 +69,23 @@ def _inputs_kernel(
         before = tl.maximum(start - 1, 0) // SHAPE.block_size
         window = windows + block_of(table, before) * window_stride
         x = mixed + token.to(tl.int64) * mixed_stride
-        t = tl.arange(0, TOKENS)
-        for first in range(0, count, TOKENS):
+        taps = taps_of(conv, channels, mask, SHAPE.width)
+        target = out + token.to(tl.int64) * out_stride
+        begin = 0
+        if (start > 0) & (offset < SHAPE.width - 1):
+            acc = convolved(x, mixed_stride, taps, offset, count, channels, mask, TAPS, SHAPE.width)
+            acc = add_window(acc, window, taps, offset, count, channels, mask, TAPS, SHAPE.width)
+            _store_tile(acc, target, out_stride, head, count, channels, mask, TAPS, SHAPE)
+            begin = TAPS
+        for first in range(begin, count, TOKENS):
             acc = convolved(
-                x + first * mixed_stride, mixed_stride, window, start > 0, conv, offset + first,
-                count - first, channels, mask, TOKENS, SHAPE.width,
+                x + first * mixed_stride, mixed_stride, taps, offset + first, count - first,
+                channels, mask, TOKENS, SHAPE.width,
             )  # fmt: skip
-            acc = silu(acc)
-            if head < KEYS:
-                acc *= tl.rsqrt(tl.sum(acc * acc, 1) + L2_EPS)[:, None]
-            if head < SHAPE.key_heads:
-                acc *= SHAPE.key_size**-0.5
-            line = (token + first + t).to(tl.int64)
-            own = (first + t < count)[:, None] & mask[None, :]
-            target = out + line[:, None] * out_stride + channels[None, :]
-            tl.store(target, acc.to(out.dtype.element_ty), own)
+            _store_tile(
+                acc, target + first * out_stride, out_stride, head, count - first,
+                channels, mask, TOKENS, SHAPE,
+            )  # fmt: skip
         store_windows(
             x, mixed_stride, windows, window_stride, table, window, start, offset, count, tokens,
             channels, mask, SHAPE.width, TAPS, SHAPE.block_size,
@@ -84,12 +113,13 @@ def delta_inputs(
         rows: an upper bound of the rows of several tokens.
     """
     heads = shape.key_heads * (2 + shape.group)
-    programs = programs_for(tiles.max_chunks(rows, len(mixed)) * heads, mixed.device)
+    items = tiles.max_chunks(rows, len(mixed)) * heads
+    programs = programs_for(items, mixed.device, 2 * _RESIDENT)
     states, tables = windows
     _inputs_kernel[(programs,)](
         mixed, out, conv, states, tables, tiles.chunks, query_starts, mixed.stride(0),
         out.stride(0), states.stride(0), tables.stride(0), SHAPE=shape,
         CHANNELS=max(shape.key_pad, shape.value_pad), TOKENS=TILE_TOKENS,
         TAPS=triton.next_power_of_2(shape.width), PDL=pdl, num_warps=4, num_stages=1,
-        launch_pdl=pdl,
+        maxnreg=_REGISTERS, launch_pdl=pdl,
     )  # fmt: skip

@@ -50,12 +50,13 @@ MAX_CHUNK = 64
 
 class DeltaPrefillConfig(NamedTuple):
     """The compile-time configuration: value channels, warps and pipeline stages of a program of the
-    scan; warps of a program that computes a chunk."""
+    scan; warps of a program that computes a chunk, and the most registers of its threads."""
 
     values: int
     scan_warps: int
     scan_stages: int
     chunk_warps: int
+    chunk_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,8 @@ def _scan_kernel(
             position = tl.maximum(chunk, start)
             end = tl.minimum(chunk + LENGTH, seq_len)
             count = end - position
+            is_last = (end == seq_len) | (end % SHAPE.block_size == 0)
+            block = tl.load(table + (end - 1) // SHAPE.block_size, is_last, -1).to(tl.int64)
             token = row_token + position - start
             line = (token + t).to(tl.int64)
             is_token = (t < count)[:, None]
@@ -192,10 +195,9 @@ def _scan_kernel(
                 weight = tl.load(norm + j, j < SHAPE.value_size, 0.0).to(tl.float32)
                 o = _gated_norm(o, weight, gate, SHAPE, norm_eps)
             tl.store(places, o.to(out.dtype.element_ty), is_token & has_value)
-            is_last = (end == seq_len) | (end % SHAPE.block_size == 0)
-            block = tl.load(table + (end - 1) // SHAPE.block_size, is_last, -1).to(tl.int64)
-            target = matrices + block * matrix_stride + state_places
-            tl.store(target, S.to(matrices.dtype.element_ty), is_state & (block >= 0))
+            if block >= 0:
+                target = matrices + block * matrix_stride + state_places
+                tl.store(target, S.to(matrices.dtype.element_ty), is_state)
 
 
 @triton.jit
@@ -231,13 +233,16 @@ def _norm_kernel(
 
 
 def delta_prefill_config(shape: DeltaShape, element_size: int) -> DeltaPrefillConfig:
-    """Returns the configuration for inputs of `element_size` bytes. It does not depend on the rows,
-    so that no kernel is compiled while serving; a program with half of the values would load as
-    many keys."""
-    warps = 8 if shape.by_channel else 4
+    """Returns the configuration for inputs of `element_size` bytes, measured on an H200
+    (notes/states.md). It does not depend on the rows, so that no kernel is compiled while serving;
+    a program with half of the values would load as many keys."""
     if element_size == 4:
-        return DeltaPrefillConfig(min(32, shape.value_pad), 4, 1, warps)
-    return DeltaPrefillConfig(min(64, shape.value_pad), 4, 2, warps)
+        return DeltaPrefillConfig(min(32, shape.value_pad), 4, 1, 8 if shape.by_channel else 4)
+    values = min(64, shape.value_pad)
+    if shape.by_channel:
+        return DeltaPrefillConfig(values, 4, 3, 8)
+    # with 168 registers three programs of a chunk fit a multiprocessor
+    return DeltaPrefillConfig(values, 4, 3, 4, 168)
 
 
 class DeltaPrefill(NamedTuple):
@@ -287,7 +292,7 @@ class DeltaPrefill(NamedTuple):
         options = {
             "SHAPE": self.shape, "LENGTH": self.chunks.length, "PRECISION": self.precision,
             "PDL": self.pdl, "num_warps": self.config.chunk_warps, "num_stages": 1,
-            "launch_pdl": self.pdl,
+            "maxnreg": self.config.chunk_registers, "launch_pdl": self.pdl,
         }  # fmt: skip
         if self.shape.by_channel:
             programs = min(self._programs(), len(work.sums))
@@ -332,10 +337,10 @@ class DeltaPrefill(NamedTuple):
         )  # fmt: skip
 
     def _programs(self) -> int:
-        """Of a launch over the heads of chunks."""
+        """Of a launch over the heads of chunks, of which three at a time fit a multiprocessor."""
         mixed = self.inputs.mixed
         items = self.chunks.max_chunks(self.rows, len(mixed)) * self.heads
-        return programs_for(items, mixed.device)
+        return programs_for(items, mixed.device, 6)
 
     @property
     def scan_parts(self) -> int:

@@ -29,30 +29,49 @@ def block_of(table, entry):
 
 
 @triton.jit
-def convolved(
-    x, x_stride, window, is_started, weight, offset, count, channels, mask, TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Returns the convolution [TOKENS, channels] in float32 of `count` tokens at most.
+def taps_of(weight, channels, mask, WIDTH: tl.constexpr):
+    """Returns the weights [channels] of each of the WIDTH taps, in float32. A program loads them
+    once for all of its tiles: those of a tap are not contiguous, so that no load is a vector."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        loaded = tl.load(weight + channels * WIDTH + tap, mask, 0.0)
+        taps = taps + (loaded.to(tl.float32),)  # noqa: RUF005  (a list is no value of Triton's)
+    return taps
 
-    `x` points to the first of them, `offset` tokens after the row's first in this step;
-    `window` to the window before that one, which is not read unless `is_started`.
+
+@triton.jit
+def convolved(
+    x, x_stride, taps, offset, count, channels, mask, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Returns the convolution [TOKENS, channels] in float32 of `count` tokens at most. Inputs
+    before the row's first token of this step are taken as 0: `add_window` adds them.
+
+    `x` points to the first of the tokens, `offset` tokens after the row's first in this step;
+    `taps` are those of `taps_of`.
     """
     t = tl.arange(0, TOKENS)
     acc = tl.zeros([TOKENS, channels.shape[0]], tl.float32)
     for tap in tl.static_range(WIDTH):
-        w = tl.load(weight + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
         back = t - (WIDTH - 1) + tap
         own = ((back + offset >= 0) & (t < count))[:, None] & mask[None, :]
         places = x + back[:, None] * x_stride + channels[None, :]
-        acc += tl.load(places, own, 0.0).to(tl.float32) * w[None, :]
-    if is_started & (offset < WIDTH - 1):
-        for tap in tl.static_range(WIDTH - 1):
-            w = tl.load(weight + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
-            place = t + tap + offset  # in the window
-            own = ((place < WIDTH - 1) & (t < count))[:, None] & mask[None, :]
-            places = window + channels[None, :] * (WIDTH - 1) + place[:, None]
-            acc += tl.load(places, own, 0.0).to(tl.float32) * w[None, :]
+        acc += tl.load(places, own, 0.0).to(tl.float32) * taps[tap][None, :]
+    return acc
+
+
+@triton.jit
+def add_window(
+    acc, window, taps, offset, count, channels, mask, TOKENS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Returns `acc` of `convolved` with the inputs that `window` keeps, of the tokens before this
+    step. Only a row's first WIDTH - 1 tokens reach them: a program has these in a tile of their
+    own, since the registers of this would leave room for fewer programs."""
+    t = tl.arange(0, TOKENS)
+    for tap in tl.static_range(WIDTH - 1):
+        place = t + tap + offset  # in the window
+        own = ((place < WIDTH - 1) & (t < count))[:, None] & mask[None, :]
+        places = window + channels[None, :] * (WIDTH - 1) + place[:, None]
+        acc += tl.load(places, own, 0.0).to(tl.float32) * taps[tap][None, :]
     return acc
 
 
@@ -103,12 +122,25 @@ def store_windows(
             )  # fmt: skip
 
 
+@triton.jit
+def _store_tile(
+    acc, target, stride, bias, count, channels, mask, TOKENS: tl.constexpr, HAS_SILU: tl.constexpr
+):
+    """Stores the outputs of `count` tokens at most, the first of which `target` points to."""
+    if bias is not None:
+        acc += tl.load(bias + channels, mask, 0.0).to(tl.float32)[None, :]
+    if HAS_SILU:
+        acc = silu(acc)
+    t = tl.arange(0, TOKENS)
+    places = target + t[:, None] * stride + channels[None, :]
+    tl.store(places, acc.to(target.dtype.element_ty), (t < count)[:, None] & mask[None, :])
+
+
 @triton.jit(do_not_specialize_on_alignment=["tables", "query_starts"])
 def _short_convolution_kernel(
     x, out, weight, bias, windows, tables, chunks, query_starts, num_channels, x_stride, out_stride,
     window_stride, table_stride, TOKENS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SILU: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel(PDL)
     parts = (num_channels + CHANNELS - 1) // CHANNELS
@@ -126,20 +158,23 @@ def _short_convolution_kernel(
         table = tables + row.to(tl.int64) * table_stride
         window = windows + block_of(table, tl.maximum(start - 1, 0) // BLOCK_SIZE) * window_stride
         place = x + token.to(tl.int64) * x_stride
-        t = tl.arange(0, TOKENS)
-        for first in range(0, count, TOKENS):
+        taps = taps_of(weight, channels, mask, WIDTH)
+        target = out + token.to(tl.int64) * out_stride
+        begin = 0
+        if (start > 0) & (offset < WIDTH - 1):
+            acc = convolved(place, x_stride, taps, offset, count, channels, mask, TAPS, WIDTH)
+            acc = add_window(acc, window, taps, offset, count, channels, mask, TAPS, WIDTH)
+            _store_tile(acc, target, out_stride, bias, count, channels, mask, TAPS, HAS_SILU)
+            begin = TAPS
+        for first in range(begin, count, TOKENS):
             acc = convolved(
-                place + first * x_stride, x_stride, window, start > 0, weight, offset + first,
-                count - first, channels, mask, TOKENS, WIDTH,
+                place + first * x_stride, x_stride, taps, offset + first, count - first, channels,
+                mask, TOKENS, WIDTH,
             )  # fmt: skip
-            if HAS_BIAS:
-                acc += tl.load(bias + channels, mask, 0.0).to(tl.float32)[None, :]
-            if HAS_SILU:
-                acc = silu(acc)
-            line = (token + first + t).to(tl.int64)
-            own = (first + t < count)[:, None] & mask[None, :]
-            target = out + line[:, None] * out_stride + channels[None, :]
-            tl.store(target, acc.to(out.dtype.element_ty), own)
+            _store_tile(
+                acc, target + first * out_stride, out_stride, bias, count - first,
+                channels, mask, TOKENS, HAS_SILU,
+            )  # fmt: skip
         store_windows(
             place, x_stride, windows, window_stride, table, window, start, offset, count, tokens,
             channels, mask, WIDTH, TAPS, BLOCK_SIZE,
@@ -190,11 +225,11 @@ def short_convolution(
     tile = 1 if max_tokens == 1 else TILE_TOKENS
     programs = programs_for(chunks * triton.cdiv(channels, _CHANNELS), x.device)
     _short_convolution_kernel[(programs,)](
-        x, out, weight, weight if bias is None else bias, windows.states, windows.tables,
-        plan.chunks, query_starts, channels, x.stride(0), out.stride(0), windows.states.stride(0),
-        windows.tables.stride(0), TOKENS=tile, WIDTH=width, TAPS=triton.next_power_of_2(width),
-        CHANNELS=_CHANNELS, BLOCK_SIZE=block_size, HAS_BIAS=bias is not None, HAS_SILU=has_silu,
-        PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl,
+        x, out, weight, bias, windows.states, windows.tables, plan.chunks, query_starts, channels,
+        x.stride(0), out.stride(0), windows.states.stride(0), windows.tables.stride(0),
+        TOKENS=tile, WIDTH=width, TAPS=triton.next_power_of_2(width), CHANNELS=_CHANNELS,
+        BLOCK_SIZE=block_size, HAS_SILU=has_silu, PDL=pdl, num_warps=4, num_stages=1,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

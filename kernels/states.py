@@ -101,9 +101,12 @@ def decode_row(seq_lens, query_starts, row, HAS_STARTS: tl.constexpr, BLOCK_SIZE
     return token, seq_len > 1, tl.maximum(seq_len - 2, 0) // BLOCK_SIZE, (seq_len - 1) // BLOCK_SIZE
 
 
-def programs_for(items: int, device: torch.device) -> int:
-    """Returns the number of programs of a launch over up to `items` items."""
-    return min(items, _PROGRAMS_PER_SM * multiprocessors(device))
+def programs_for(
+    items: int, device: torch.device, per_multiprocessor: int = _PROGRAMS_PER_SM
+) -> int:
+    """Returns the number of programs of a launch over up to `items` items. Where it is known how
+    many programs a multiprocessor has room for, `per_multiprocessor` is a multiple of it."""
+    return min(items, per_multiprocessor * multiprocessors(device))
 
 
 @triton.jit(
