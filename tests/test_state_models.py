@@ -17,6 +17,7 @@ from aioinfer.llm import LLM, Output
 from aioinfer.sampling_params import SamplingParams
 from tests.test_models import GEMMA4_31B, GEMMA4_EXPERTS, NEMOTRON_EXPERTS, reference_model
 from tests.tiny_models import tiny_model
+from tests.worker_extension import has_compiler
 
 OUTPUT = 12
 FEW = 5  # tokens that show whether the ranks' states, or those of a hit, are right
@@ -222,6 +223,7 @@ def test_two_ranks(case: Case, kind: str) -> None:
         for _ in range(2):
             texts, _ = generate(llm, case.prompts, FEW)
             assert texts == [text[:FEW] for text in case.expected]
+        assert llm.collective_rpc(has_compiler) == [False, False]
 
 
 @pytest.mark.parametrize("name", STATES_BESIDE_KEYS)

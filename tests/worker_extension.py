@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,11 @@ def rank_of(worker: Any, offset: int) -> int:
 def identity_of(worker: Any) -> str:
     """Returns what KV blocks of a worker are known by."""
     return str(worker._identify_kv().hex())
+
+
+def has_compiler(worker: Any) -> bool:
+    """Returns whether torch's compiler is imported, which takes each worker two seconds."""
+    return "torch._dynamo" in sys.modules
 
 
 def num_adapters(worker: Any) -> tuple[int, int]:

@@ -183,7 +183,8 @@ class HeadDecay:
             HeadVector(f"{name}.dt_bias", heads.times(channels), device),
         )
         self.logs, self.biases = (each.values for each in self._parameters)
-        self._factors = -self.logs.exp()
+        # -exp(0): an exponential without memory would import torch's compiler, for two seconds
+        self._factors = torch.full_like(self.logs, -1.0)
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's heads of the checkpoint's tensors go."""
