@@ -38,6 +38,7 @@ from tests.source_models import (
     save_tokenizer,
     sound,
 )
+from tests.worker_extension import has_compiler
 
 TOKENS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
@@ -222,6 +223,7 @@ def test_sequences_and_beams_of_one_source(saved: Saved) -> None:
 def test_two_tensor_parallel_ranks(saved: Saved) -> None:
     settings = {"parallel.tensor_parallel_size": 2, "parallel.executor": "multiprocess"}
     with opened(saved, **settings) as llm:
+        assert llm.collective_rpc(has_compiler) == [False, False]
         check(saved, saved.turns, generate(llm, saved.turns))
 
 

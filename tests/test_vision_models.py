@@ -37,7 +37,7 @@ from tests.vision_models import (
     reference_output,
     save_model,
 )
-from tests.worker_extension import count_pictures
+from tests.worker_extension import count_pictures, has_compiler
 
 TOKENS = 8
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
@@ -262,6 +262,7 @@ def test_two_ranks(saved: Saved) -> None:
     settings = {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": 2}
     with opened(saved, **settings) as llm:
         assert llm.collective_rpc(count_pictures) == [[], []]
+        assert llm.collective_rpc(has_compiler) == [False, False]
         check(saved, TURNS, chat(llm, TURNS))
         first, second = llm.collective_rpc(count_pictures)
         # a picture that is alone in its step is computed by both

@@ -21,6 +21,7 @@ from aioinfer.models.encoder_decoder import (
     decoder_parts,
     encoder_fields,
 )
+from aioinfer.models.replicated import Embedding
 
 #: The first rows of the tables of positions are of none.
 _FIRST_POSITION = 2
@@ -61,10 +62,10 @@ class BartEncoder(SourceEncoder):
         super().__init__(config)
         size = config.hidden_size
         self._scale = config.embedding_scale
-        self.shared = torch.nn.Embedding(config.vocab_size, size)
+        self.shared = Embedding(config.vocab_size, size)
         self.encoder = torch.nn.Module()
         positions = config.max_source_len + _FIRST_POSITION
-        self.encoder.embed_positions = torch.nn.Embedding(positions, size)
+        self.encoder.embed_positions = Embedding(positions, size)
         self.encoder.layernorm_embedding = torch.nn.LayerNorm(size)
         self.encoder.layers = torch.nn.ModuleList(
             EncoderLayer(

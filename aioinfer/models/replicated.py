@@ -12,6 +12,14 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.shards import NamedShards, WeightShard
 
 
+class Embedding(torch.nn.Embedding):
+    """An embedding table that a checkpoint fills. Random numbers on the device "meta" would import
+    torch's compiler, for two seconds."""
+
+    def reset_parameters(self) -> None:
+        """Leaves the table as it is."""
+
+
 class ReplicatedModule(torch.nn.Module):
     """Base class. A subclass makes its modules on the device "meta"; `place` gives them memory.
 
@@ -33,7 +41,13 @@ class ReplicatedModule(torch.nn.Module):
         1 and biases 0 until they are loaded."""
         self.has_kernels = backend.has_kernels
         self.requires_grad_(False)
-        self.to(backend.dtype).to_empty(device=backend.device)
+
+        def empty(values: torch.Tensor) -> torch.Tensor:
+            # `to_empty` would import SymPy, for half a second
+            dtype = backend.dtype if values.is_floating_point() else values.dtype
+            return torch.empty(values.shape, dtype=dtype, device=backend.device)
+
+        self._apply(empty)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(float(name.endswith("weight")))

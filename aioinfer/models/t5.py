@@ -21,6 +21,7 @@ from aioinfer.models.encoder_decoder import (
     EncoderDecoderModel,
     SourceEncoder,
 )
+from aioinfer.models.replicated import Embedding
 
 _NAMES = {
     "d_model": "hidden_size",
@@ -92,7 +93,7 @@ class _EncoderAttention(torch.nn.Module):
         self.o = torch.nn.Linear(inner, size, bias=False)
         if has_biases:
             buckets, heads = config.num_buckets, config.num_heads
-            self.relative_attention_bias = torch.nn.Embedding(buckets, heads)
+            self.relative_attention_bias = Embedding(buckets, heads)
 
     def forward(self, hidden: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
         """Returns [n, size] for hidden states alike, and biases [heads, n, n] of the scores."""
@@ -144,7 +145,7 @@ class T5Encoder(SourceEncoder):
         super().__init__(config)
         size, eps = config.hidden_size, config.norm_eps
         self._num_buckets, self._max_distance = config.num_buckets, config.max_distance
-        self.shared = torch.nn.Embedding(config.vocab_size, size)
+        self.shared = Embedding(config.vocab_size, size)
 
         def norm() -> torch.nn.Module:
             return torch.nn.RMSNorm(size, eps)

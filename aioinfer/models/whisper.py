@@ -22,6 +22,7 @@ from aioinfer.models.encoder_decoder import (
     decoder_parts,
     encoder_fields,
 )
+from aioinfer.models.replicated import Embedding
 from aioinfer.models.source import SAMPLE_RATE
 
 #: Samples of a window of the spectrogram, 25 ms, and from one window to the next.
@@ -110,7 +111,7 @@ class SoundEncoder(torch.nn.Module):
         self._filters: torch.Tensor | None = None
         self.conv1 = torch.nn.Conv1d(num_mels, size, 3, padding=1)
         self.conv2 = torch.nn.Conv1d(size, size, 3, stride=STRIDE, padding=1)
-        self.embed_positions = torch.nn.Embedding(max_tokens, size)
+        self.embed_positions = Embedding(max_tokens, size)
         self.layers = torch.nn.ModuleList(
             EncoderLayer(size, num_heads, mlp_size, activation, key_bias=False)
             for _ in range(num_layers)

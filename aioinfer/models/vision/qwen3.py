@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aioinfer.models.replicated import Embedding
 from aioinfer.models.vision.qwen_format import QwenFormat
 from aioinfer.models.vision.tower import (
     Lengths,
@@ -150,7 +151,7 @@ class Qwen3Tower(Tower):
         self._deep = list(config.get("deepstack_visual_indexes") or ())
         self.num_deep = len(self._deep)
         self.patch_embed = Patches(config)
-        self.pos_embed = nn.Embedding(config["num_position_embeddings"], config["hidden_size"])
+        self.pos_embed = Embedding(config["num_position_embeddings"], config["hidden_size"])
         self.blocks = nn.ModuleList(_block(config) for _ in range(config["depth"]))
         self.merger = _Merger(config, norms_blocks=False)
         if self._deep:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aioinfer.models.replicated import Embedding
 from aioinfer.models.vision.tower import activated, activation, attend
 
 _EPS = 1e-6
@@ -83,7 +84,7 @@ class _Embeddings(nn.Module):
         self._side = config["image_size"] // patch
         self._has_class = has_class_token(config)
         self.patch_embedding = nn.Conv2d(3, size, patch, patch, bias=not self._has_class)
-        self.position_embedding = nn.Embedding(self._has_class + self._side**2, size)
+        self.position_embedding = Embedding(self._has_class + self._side**2, size)
         if self._has_class:
             self.class_embedding = nn.Parameter(torch.empty(size))
 
