@@ -39,6 +39,7 @@ from tests.tiny_models import tiny_model  # noqa: E402
 from tests.worker_processes import is_worker, living  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+Processes = set[psutil.Process]
 PARTS = ("raylet", "gcs_server", "ray::", "ray/_private")
 
 
@@ -121,6 +122,59 @@ async def expected_tokens(folder: Path, count: int) -> list[int]:
 
 def nodes_of(executor: Any) -> list[list[int]]:
     return [node.ranks for node in executor._placement.nodes]
+
+
+ENDLESS = """
+import sys
+from aioinfer import LLM, SamplingParams
+settings = {"parallel.executor": "ray", "parallel.tensor_parallel_size": 2, "cache.num_blocks": 64,
+            "parallel.device": "cpu", "parallel.cpu_threads": 1, "model.tokenizer": "none"}
+llm = LLM(sys.argv[1], settings=settings, progress=False)
+print("started", flush=True)
+while True:
+    llm.generate([[5, 3, 17]], SamplingParams(max_tokens=100, ignore_eos=True))
+"""
+
+
+def wait_until_ended(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    """Some may be left that have ended and whose new parent has not asked for their status."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [process.pid for process in living(processes)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Processes, Processes]:
+    """The processes of a program that was killed: its ranks and most of Ray, and agents of Ray."""
+    root = Path(__file__).parents[1]
+    script = tmp_path_factory.mktemp("script") / "endless.py"
+    script.write_text(ENDLESS)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "RAY_ADDRESS": "local"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert any(line == "started\n" for line in program.stdout)
+            children = psutil.Process(program.pid).children(recursive=True)
+            lines = [" ".join(child.cmdline()) for child in children]
+            assert all(any(part in line for line in lines) for part in ("raylet", "gcs_server"))
+        finally:
+            program.kill()
+    agents = {child for child, line in zip(children, lines, strict=True) if "Agent" in line}
+    return set(children) - agents, agents
+
+
+@pytest.mark.timeout(300)
+def test_a_program_that_is_killed(killed: tuple[Processes, Processes]) -> None:
+    """Its ranks and the Ray that it has started end at once, but for two agents of Ray's."""
+    wait_until_ended(killed[0], 30)
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (2, 1)])
@@ -241,56 +295,13 @@ async def test_a_ray_of_its_own(folder: Path) -> None:
     await asyncio.to_thread(wait_until_nothing_is_left, others)
 
 
-ENDLESS = """
-import sys
-from aioinfer import LLM, SamplingParams
-settings = {"parallel.executor": "ray", "parallel.tensor_parallel_size": 2, "cache.num_blocks": 64,
-            "parallel.device": "cpu", "parallel.cpu_threads": 1, "model.tokenizer": "none"}
-llm = LLM(sys.argv[1], settings=settings, progress=False)
-print("started", flush=True)
-while True:
-    llm.generate([[5, 3, 17]], SamplingParams(max_tokens=100, ignore_eos=True))
-"""
-
-
-def wait_until_ended(processes: Iterable[psutil.Process], timeout_s: float) -> None:
-    """Some may be left that have ended and whose new parent has not asked for their status."""
-    deadline = time.monotonic() + timeout_s
-    while (left := [process.pid for process in living(processes)]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.2)
-    assert left == []
-
-
-@pytest.mark.timeout(300)
-def test_a_program_that_is_killed(tmp_path: Path, folder: Path) -> None:
-    """Its ranks and the Ray that it has started end at once. Two agents of Ray's end later: they
-    first try for a minute to report that the rest is gone."""
-    root = Path(__file__).parents[1]
-    script = tmp_path / "endless.py"
-    script.write_text(ENDLESS)
-    with subprocess.Popen(
-        [sys.executable, str(script), str(folder)],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as program:
-        try:
-            assert program.stdout is not None
-            assert any(line == "started\n" for line in program.stdout)
-            children = psutil.Process(program.pid).children(recursive=True)
-            lines = [" ".join(child.cmdline()) for child in children]
-            assert all(any(part in line for line in lines) for part in ("raylet", "gcs_server"))
-        finally:
-            program.kill()
-    of_ray = [child for child, line in zip(children, lines, strict=True) if "Agent" in line]
-    wait_until_ended(set(children) - set(of_ray), 30)
-    wait_until_ended(of_ray, 150)
-
-
 def test_parts_of_a_group() -> None:
     assert ray_cluster.part_sizes(8) == [8, 4, 2, 1]
     assert ray_cluster.part_sizes(3) == [3, 1]
     assert ray_cluster.part_sizes(1) == [1]
+
+
+@pytest.mark.timeout(300)
+def test_agents_of_a_killed_program_end(killed: tuple[Processes, Processes]) -> None:
+    """They first try for a minute to report that the rest is gone; so this is the last test."""
+    wait_until_ended(killed[1], 150)

@@ -267,12 +267,18 @@ def routing(
     return compile_kernel(kernel, types, constants | own, config)
 
 
-@pytest.mark.parametrize(  # by keys larger tiles take a minute
-    ("tokens", "by_keys"), [(1, False), (100, False), (5000, False), (1, True), (100, True)]
+def routings() -> Iterator[tuple[int, bool, int, int, bool, int]]:
+    """Yields numbers of tokens, each with all of `ROUTED`, and every other time by keys; larger
+    tiles would take a minute by keys."""
+    for (i, tokens), (j, routed) in product_of(enumerate((1, 100, 5000)), enumerate(ROUTED)):
+        yield tokens, tokens < 5000 and (i + j) % 2 == 1, *routed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "by_keys", "experts", "groups", "sigmoid", "copies"), list(routings())
 )
-@pytest.mark.parametrize(("experts", "groups", "sigmoid", "copies"), ROUTED)
 def test_routing(
-    tokens: int, experts: int, groups: int, sigmoid: bool, copies: int, by_keys: bool
+    tokens: int, by_keys: bool, experts: int, groups: int, sigmoid: bool, copies: int
 ) -> None:
     config = replace(tile_config(tokens, experts), by_keys=by_keys)
     kernel = routing(config, experts, groups, sigmoid, tokens > 16, copies)

@@ -188,7 +188,7 @@ async def test_smollm2_over_http(served: Served, smollm2: Reference) -> None:
         assert [c["text"] for c in choices] == [decode(t) for t in tokens]
         return tokens
 
-    pairs = [(text, case) for text in texts for case in cases]
+    pairs = [(texts[number % 2], case) for number, case in enumerate(cases)]
     *found, beside = await asyncio.gather(
         *(search(*pair) for pair in pairs), served.complete(**greedy)
     )
