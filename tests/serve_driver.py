@@ -4,7 +4,8 @@ threads and child processes, and warns, in whatever process joins a cluster.
     python -m tests.serve_driver SECTION.KEY=VALUE ...
 
 It writes the URL of the gateway. Each line `scale N` on its standard input is answered `scaled`
-once that many replicas run; at its end the deployment is taken down in order.
+once that many replicas run, a line `address` with the address of the cluster, and `applications`
+with the names of the applications on it; at its end the deployment is taken down in order.
 """
 
 from __future__ import annotations
@@ -75,8 +76,14 @@ def main() -> None:
         deploy(sys.argv[1:], 2)
         say(asyncio.run(gateway_urls("aioinfer"))[0])
         for line in sys.stdin:
-            deploy(sys.argv[1:], int(line.split()[1]))
-            say("scaled")
+            match line.split():
+                case ["scale", number]:
+                    deploy(sys.argv[1:], int(number))
+                    say("scaled")
+                case ["address"]:
+                    say(ray.get_runtime_context().gcs_address)
+                case ["applications"]:
+                    say(" ".join(sorted(serve.status().applications)))
     finally:
         serve.shutdown()
         ray.shutdown()

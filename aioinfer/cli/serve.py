@@ -76,7 +76,7 @@ def _prepare(configs: Sequence[Config]) -> None:
         fork_server.start()
     # of the ranks that torchrun has started, the first alone listens
     if os.environ.get("RANK", "0") == "0":
-        _check_server(config)
+        check_server(config)
         address = f"{config.server.host}:{config.server.port}"
         if config.server.unix_socket is not None:
             address = config.server.host
@@ -87,7 +87,7 @@ def _prepare(configs: Sequence[Config]) -> None:
             announce(f"starts {names} at {address}")
 
 
-def _check_server(config: Config) -> None:
+def check_server(config: Config) -> None:
     """Checks the API keys, the TLS files and the address. Raises `ConfigError`."""
     from aioinfer.api.http.keys import ApiKeys
     from aioinfer.api.http.listener import check_address, tls_context

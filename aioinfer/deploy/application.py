@@ -27,6 +27,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import DeploymentStatusOverview
 
 from aioinfer.config import Config, load_config
 from aioinfer.deploy.scaling import UTILIZATION
@@ -40,6 +41,8 @@ _MARGIN_S = 10.0
 _ANSWER_S = 5.0
 #: How often a deployment is asked for the states of its replicas.
 _WATCH_S = 1.0
+#: In Serve's messages of replicas that no node has room for.
+_WAITS = "to be scheduled"
 #: Gateways ask replicas for their addresses each second.
 _QUIET = {"enable_access_log": False}
 
@@ -245,19 +248,29 @@ def _cause(name: str) -> str | None:
 
 
 @contextmanager
-def watched(name: str, on_change: Callable[[int, int], None]) -> Iterator[None]:
+def watched(
+    name: str, on_change: Callable[[int, int], None], on_delay: Callable[[str], None]
+) -> Iterator[None]:
     """Calls `on_change`, in a thread, with the numbers of replicas that run and that should run,
-    whenever one of them changes until the end of the block, and not before the first replica runs.
-    `serve.start` has to come before."""
+    whenever one of them changes until the end of the block, and not before the first replica runs;
+    and `on_delay`, once for each wait, with Serve's message that a deployment waits for resources
+    such as CPUs. `serve.start` has to come before."""
     end = threading.Event()
 
     def watch() -> None:
-        known = (0, 0)
+        known, said = (0, 0), set[str]()
         while not end.wait(_WATCH_S):
-            counts = _count_replicas(name)
+            deployments = _deployments(name)
+            counts = _count_replicas(deployments)
             if counts != known and (counts[0] or known[0]):
                 known = counts
                 on_change(*counts)
+            for kind, deployment in deployments.items():
+                if _WAITS not in deployment.message:
+                    said.discard(kind)
+                elif kind not in said:
+                    said.add(kind)
+                    on_delay(deployment.message)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -268,11 +281,16 @@ def watched(name: str, on_change: Callable[[int, int], None]) -> Iterator[None]:
         thread.join()
 
 
-def _count_replicas(name: str) -> tuple[int, int]:
-    """Returns how many replicas run, and how many there should be."""
+def _deployments(name: str) -> dict[str, DeploymentStatusOverview]:
+    """Returns the states of the application's deployments, by their names."""
     found = serve.status().applications.get(name)
-    if found is None or "Replica" not in found.deployments:
+    return found.deployments if found is not None else {}
+
+
+def _count_replicas(deployments: dict[str, DeploymentStatusOverview]) -> tuple[int, int]:
+    """Returns how many replicas run, and how many there should be."""
+    if "Replica" not in deployments:
         return 0, 0
-    states = found.deployments["Replica"].replica_states
+    states = deployments["Replica"].replica_states
     counts = {str(state): count for state, count in states.items()}
     return counts.get("RUNNING", 0), sum(counts.values()) - counts.get("STOPPING", 0)

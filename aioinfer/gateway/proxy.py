@@ -41,7 +41,7 @@ from prometheus_client import (
 from yarl import URL
 
 from aioinfer.api.context import MAX_BYTES, HeldBody, RequestBodies
-from aioinfer.api.errors import error_response, json_response
+from aioinfer.api.errors import SERVER_NAME, error_response, json_response
 from aioinfer.api.event_stream import decode_handover
 from aioinfer.api.http.connections import ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
@@ -268,11 +268,14 @@ class Gateway:
         path = self._path(request)
         with self._handling:
             try:
-                return await self._answer(request, path)
+                response = await self._answer(request, path)
             except ConnectionError:
                 raise  # the client is gone
             except Exception as error:
-                return error_response(error, path.partition("?")[0])
+                response = error_response(error, path.partition("?")[0])
+            if not response.prepared:  # instead of aiohttp's and Python's versions
+                response.headers["Server"] = SERVER_NAME
+            return response
 
     def _path(self, request: web.BaseRequest) -> str:
         """Returns path and query below `server.root_path`."""

@@ -202,6 +202,7 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
         http = found.http
         async with http.get("/health/ready") as response:
             assert await response.json() == {"status": "ok", "replicas": 2}
+            assert response.headers["Server"] == "aioinfer"  # and no versions
         async with http.get("/metrics") as response:
             assert "aioinfer:gateway_replicas 2.0" in await response.text()
         async with http.get("/metrics/targets") as response:
@@ -219,6 +220,7 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
         for path in ("/v1/files", "/v1/conversations/conv_1", "/v1/chat/completions"):
             async with http.get(path) as response:
                 assert response.status == 501
+                assert response.headers["Server"] == "aioinfer"
         kept = {"previous_response_id": "x_1", "conversation": "x_1", "background": True}
         for field, value in kept.items():
             async with http.post("/v1/responses", json={"input": "a", field: value}) as response:

@@ -5,6 +5,7 @@ where a replica is killed, added or removed."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -291,6 +292,33 @@ def test_replicas_come_and_go_under_load(deployment: Deployment) -> None:
     assert with_three == 3
     deployment.scale(2)
     deployment.wait_for_replicas(2)
+
+
+def test_an_interrupted_command_leaves_nothing_on_a_cluster(
+    deployment: Deployment, folder: Path
+) -> None:
+    """Not even where what it deploys has never been ready, and it touches no other application."""
+    command = [sys.executable, "-m", "aioinfer", "deploy", "--config", "configs/smollm2.toml"]
+    for setting in (f"model.path={folder}", *SETTINGS):
+        command += ["--set", setting]
+    command += ["--address", deployment.ask("address")]
+    env = os.environ | {"RAY_AUTH_MODE": "token"}  # which Ray sets for the address auto alone
+    refused = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert refused.returncode == 2
+    assert "an application 'aioinfer' runs on this cluster already" in refused.stderr
+    command += ["--name", "other", "--cpus-per-replica", "64"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "loading 1 replica (" in process.stdout.readline()
+        assert '"CPU": 64.0' in process.stdout.readline()
+        assert deployment.ask("applications") == "aioinfer other"
+        process.send_signal(signal.SIGTERM)
+        process.stdout.readlines()
+    assert process.returncode == 130
+    assert deployment.ask("applications") == "aioinfer"
+    deployment.complete(text(90, 20))
 
 
 def test_the_command_says_what_a_user_needs(folder: Path) -> None:
