@@ -133,7 +133,7 @@ def test_tokens_are_the_same_however_they_are_planned(
         assert (stats["preemptions"] > 0) == ("cache__num_blocks" in settings)
         metrics = llm.frontend.engines[0].metrics
         assert metrics.counts["constrained_rows"] >= 2 * 8 * TOKENS
-        assert metrics.observed["mask_fill_seconds"].count > 2 * TOKENS
+        assert metrics.observed["mask_fill_seconds"].count >= 2 * TOKENS
 
 
 def test_a_complete_output_ends_the_request_with_its_last_token(folder: Path) -> None:
