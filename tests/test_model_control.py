@@ -7,7 +7,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.engine import recovery
+from aioinfer.engine.engine import Engine
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_control import Mode
 from aioinfer.engine.output import Delta, RequestOutput
@@ -28,6 +29,7 @@ from aioinfer.errors import (
     RequestError,
     WorkerCallError,
 )
+from aioinfer.executor.base import Executor, WorkerReport
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
@@ -348,6 +350,88 @@ async def test_a_checkpoint_that_lacks_a_tensor_changes_no_stage(tmp_path: Path)
         save_file(whole, other / "model.safetensors")
         await frontend.control.update_from_disk(other)
         assert await texts_of(frontend) != expected
+
+
+def hold_start(engine: Engine, *, begun: asyncio.Event, gate: asyncio.Event) -> None:
+    """Has the next new workers of an engine wait for `gate` once they have been made."""
+    new_executor = engine.recovery.new_executor
+    assert new_executor is not None
+
+    def make() -> Executor:
+        executor = new_executor()
+        start = executor.start
+
+        async def start_late(*args: Any) -> WorkerReport:
+            begun.set()
+            await gate.wait()
+            return await start(*args)
+
+        executor.start = start_late  # type: ignore[method-assign]
+        return executor
+
+    engine.recovery.new_executor = make
+
+
+TWO_ENGINES = {"parallel.data_parallel_size": 2, "parallel.restart_workers": 1}
+
+
+async def check_both(frontend: Frontend, expected: list[list[int]]) -> None:
+    """Asserts that both engines give the same texts."""
+    await until(lambda: all(e.state is EngineState.SERVING for e in frontend.engines), 60)
+    before = [engine.metrics.generation_tokens for engine in frontend.engines]
+    outputs = [output for _ in range(2) for output in await submit_all(frontend)]
+    assert await tokens_of(outputs) == expected * 2
+    for engine, tokens in zip(frontend.engines, before, strict=True):
+        assert engine.metrics.generation_tokens > tokens
+
+
+@pytest.mark.parametrize("are_ready", [False, True])
+async def test_workers_that_start_during_an_update_have_its_weights(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch, *, are_ready: bool
+) -> None:
+    """Where they are ready before its end, or only behind it."""
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    new = await texts_with(other)
+    async with launched(folder, "multiprocess", **TWO_ENGINES) as frontend:
+        begun, gate = asyncio.Event(), asyncio.Event()
+        first, engine = frontend.engines
+        call = first.executor.call
+
+        async def call_slowly(method: str, *args: Any) -> Sequence[Any]:
+            if method == "update_from_disk" and are_ready:
+                gate.set()
+                await until(lambda: engine.state is EngineState.SERVING, 60)
+            return await call(method, *args)
+
+        monkeypatch.setattr(first.executor, "call", call_slowly)
+        hold_start(engine, begun=begun, gate=gate)
+        engine.handle_loss(EngineDeadError("lost"))
+        await begun.wait()
+        await frontend.control.update_from_disk(other, version="new")
+        gate.set()
+        await check_both(frontend, new)
+        assert [each.weight_version for each in frontend.engines] == ["new"] * 2
+
+
+async def test_an_engine_that_is_lost_in_an_update_comes_back_with_the_weights_of_the_others(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    new = await texts_with(other)
+    async with launched(folder, "multiprocess", **TWO_ENGINES) as frontend:
+        await texts_of(frontend)
+        engine, control = frontend.engines[1], frontend.control
+        call = engine.executor.call
+
+        async def lose(method: str, *args: Any) -> Sequence[Any]:
+            if method == "update_from_disk":
+                engine.executor.fail(EngineDeadError("lost"))  # type: ignore[attr-defined]
+            return await call(method, *args)
+
+        monkeypatch.setattr(engine.executor, "call", lose)
+        await control.update_from_disk(other, version="new")
+        await check_both(frontend, new)
+        assert [each.weight_version for each in frontend.engines] == ["new"] * 2
 
 
 async def test_weights_that_sleep_cannot_be_updated(folder: Path, other: Path) -> None:

@@ -118,7 +118,7 @@ class Frontend(PromptMaker):
         make = partial(make_executor, config, find=find_model, rendezvous_files=files)
 
         def new_executor(number: int) -> Executor:
-            return make(frontend.control.weights_folder or folder, number)
+            return make(frontend.control.note_start(number) or folder, number)
 
         executors = [make(folder, n) for n in range(config.parallel.data_parallel_size)]
         frontend = cls(config, executors, new_executor if can_restart(config) else None)
@@ -154,7 +154,7 @@ class Frontend(PromptMaker):
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self._require_alive()
-        self.control.weights_folder = folder
+        self.control.set_folder(folder)
         self.max_model_len = min(engine.report.max_model_len for engine in self.engines)
         self._router = Router(
             [engine.scheduler for engine in self.engines],

@@ -27,6 +27,7 @@ from aioinfer.engine.held_engine import HeldEngine
 from aioinfer.engine.output import FIRST_VERSION
 from aioinfer.engine.recovery import OUTAGE_RETRY_S, EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError, RequestError, WorkerCallError
+from aioinfer.executor.base import Executor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,12 +75,17 @@ class ModelControl:
         self.sleep_level = self.num_wakes = 0
         self.asleep: set[Tag] = set()
         self.weights_folder: Path | None = None
+        # how often it was set, also to what it was; and by engine how often when the weights that
+        # its workers have were
+        self._num_folders = 0
+        self._folder_of: dict[int, int] = {}
         self._is_updating = False  # between `begin_update` and `end_update`
         self._lacks_weights = False  # whether they were dropped, and not loaded again
         self._folder_version = FIRST_VERSION  # of the weights there
         self._num_updates = 0
         for engine in engines:
             engine.recovery.on_restart = partial(self._follow_restart, engine)
+            engine.recovery.are_current = partial(self._are_current, engine)
 
     async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
         """Carries out a call of this object; see `_whole`."""
@@ -287,6 +293,20 @@ class ModelControl:
             for engine in self._living:
                 engine.handle_loss(EngineDeadError(f"the workers could not wake up: {error}"))
 
+    def set_folder(self, folder: Path | None) -> None:
+        """Notes where new workers find their weights."""
+        self.weights_folder = folder
+        self._num_folders += 1
+
+    def note_start(self, number: int) -> Path | None:
+        """Returns `weights_folder` for new workers of an engine, which are made now."""
+        self._folder_of[number] = self._num_folders
+        return self.weights_folder
+
+    def _are_current(self, engine: Engine) -> bool:
+        """See `Recovery.are_current`."""
+        return self._folder_of.get(engine.number, self._num_folders) == self._num_folders
+
     def _follow_restart(self, engine: Engine) -> None:
         """Records which weights new workers have, and has them sleep if the others do: new workers
         are awake."""
@@ -351,11 +371,32 @@ class ModelControl:
         self._require_weights()
         await self._stop(mode)
         if all(await self._call("check_folder", folder=str(folder))):
-            await self._call("update_from_disk", folder=str(folder))
+            await self._load(folder)
         else:
             await self._replace_workers(folder)
-        self.weights_folder = folder
+        for engine in self._living:
+            if not self._are_current(engine):  # its new workers began to start before, and serve
+                engine.recovery.policy.take_back()
+                engine.handle_loss(EngineDeadError("the weights were replaced meanwhile"))
         self._note_update(version, of_folder=True)
+
+    async def _load(self, folder: Path) -> None:
+        """Has the workers load the weights of a checkpoint. Raises `EngineDeadError` if those of
+        all engines are lost; where those of some are, new ones have the weights of the others."""
+        loading = self._executors()
+        try:
+            await self._call("update_from_disk", folder=str(folder))
+        except EngineDeadError:
+            if not any(each in loading for each in self._executors()):
+                raise
+        self.set_folder(folder)
+        for number, executor in self._executors():
+            if (number, executor) in loading:
+                self._folder_of[number] = self._num_folders
+
+    def _executors(self) -> list[tuple[int, Executor]]:
+        """Returns the numbers and executors of the engines that serve."""
+        return [(engine.number, engine.executor) for engine in self._living]
 
     @_whole
     async def begin_update(self) -> None:
@@ -480,14 +521,15 @@ class ModelControl:
     async def _replace_workers(self, folder: Path) -> None:
         """Starts new workers, with the weights in `folder`, for all engines. If they cannot be
         started, new ones with the former weights take their place."""
-        before, self.weights_folder = self.weights_folder, folder
+        before = self.weights_folder
+        self.set_folder(folder)
         engines = self._living
         for engine in engines:
             await HeldEngine(engine).release_blocks()
         try:
             await asyncio.gather(*(engine.recovery.replace_workers() for engine in engines))
         except Exception as error:
-            self.weights_folder = before
+            self.set_folder(before)
             for engine in engines:
                 engine.recovery.state = EngineState.SERVING
                 engine.handle_loss(EngineDeadError(f"new workers could not be started: {error}"))

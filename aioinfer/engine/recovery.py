@@ -163,6 +163,8 @@ class Recovery:
         on_outage: called with the reason when requests have waited too long for new workers, and
             again as often while there are none; takes the requests over, or ends them.
         until_may_restart: awaited before new workers are started.
+        are_current: whether new workers that have started have the weights that they should have:
+            others may have been loaded meanwhile.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class Recovery:
         self._outage_timer: asyncio.TimerHandle | None = None
         self.on_restart: Callable[[], None] = lambda: None
         self.until_may_restart: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
+        self.are_current: Callable[[], bool] = lambda: True
         self._task: asyncio.Future[None] | None = None
 
     def begin_service(self) -> None:
@@ -319,8 +322,14 @@ class Recovery:
                 self._metrics.restarts += 1
                 async with asyncio.timeout(max(MAX_START_S, SLOWEST_START * workers.start_s)):
                     report = await workers.start(no_progress)
-                self._resume(report)
-                return
+                if self.are_current():
+                    self._resume(report)
+                    return
+                self.policy.take_back()
+                _log.warning(
+                    "%sthe weights were replaced while new workers started; they start again",
+                    self._name,
+                )
             except asyncio.CancelledError:
                 self.policy.take_back()
                 raise
