@@ -314,7 +314,7 @@ async def test_an_engine_whose_workers_do_not_come_back_holds_no_other_model_up(
 
 @pytest.mark.usefixtures("short_outage")
 async def test_a_model_that_is_paused_keeps_its_place_without_workers(
-    folders: list[Path], alone: list[Tokens]
+    folders: list[Path], alone: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with launched(folders[:2], **{"parallel.restart_workers": 1000}) as models:
         first, second = models
@@ -328,6 +328,7 @@ async def test_a_model_that_is_paused_keeps_its_place_without_workers(
         first.control.resume()
         assert await waiting == alone[1]
         come_back()
+        monkeypatch.setattr(recovery, "MAX_OUTAGE_S", 60.0)
         assert await tokens_of(first) == alone[0]
 
 
