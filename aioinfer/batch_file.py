@@ -7,11 +7,13 @@ files.
 
 from __future__ import annotations
 
+import codecs
+import fcntl
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, get_args
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -88,15 +90,22 @@ class BatchFault(Struct, kw_only=True):
     param: str | None = None
 
 
+class CheckedInput(NamedTuple):
+    """An input that was checked: how many requests it has, their custom_ids, and what is wrong."""
+
+    total: int
+    custom_ids: set[str]
+    faults: list[BatchFault]
+
+
 def check_input(
     file: Path,
     *,
     paths: Collection[str],
     max_line_bytes: int,
     max_requests: int | None = None,
-) -> tuple[int, list[BatchFault]]:
-    """Checks every line of an input, but for the bodies, which their handlers check. Returns the
-    number of requests, and what is wrong.
+) -> CheckedInput:
+    """Checks every line of an input, but for the bodies, which their handlers check.
 
     Args:
         file: the input.
@@ -118,7 +127,7 @@ def check_input(
                 break
     if not total:
         faults.append(BatchFault(code="empty_file", message="the file holds no request", line=1))
-    return total, faults
+    return CheckedInput(total, seen, faults)
 
 
 def _check_line(
@@ -148,6 +157,7 @@ def _lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, bytes]]
     """Yields the lines that are not blank with their numbers. Of one that is too long, only the
     beginning is kept."""
     number = 0
+    _skip_mark(stream)
     while raw := stream.readline(max_line_bytes + 1):
         number += 1
         rest = raw
@@ -157,12 +167,19 @@ def _lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, bytes]]
             yield number, raw
 
 
+def _skip_mark(stream: BinaryIO) -> None:
+    """Goes behind the byte-order mark with which some editors begin a file."""
+    if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        stream.seek(0)
+
+
 def read_requests(file: Path, done: Collection[str]) -> Iterator[list[BatchLine]]:
     """Yields the requests of an input that has been checked, in order and in pieces; requests whose
     custom_id is in `done` are left out. Raises OSError, ValueError."""
     piece: list[BatchLine] = []
     size = 0
     with file.open("rb") as stream:
+        _skip_mark(stream)
         for raw in filter(bytes.strip, stream):
             line = msgspec.json.decode(raw, type=BatchLine)
             if line.custom_id not in done:
@@ -188,6 +205,22 @@ class Written:
         self.num_succeeded += sum(result.succeeded for result in results)
 
 
+def open_results(file: Path) -> BinaryIO:
+    """Opens a file to add results to, which is the caller's alone until it is closed.
+
+    Raises:
+        ConfigError: another process adds results to it.
+        OSError: it cannot be written.
+    """
+    stream = file.open("ab", 0)
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise ConfigError(f"{file}: another process writes its results there") from None
+    return stream
+
+
 def take_up(file: Path) -> Written:
     """Returns the results that `file` holds, and removes a last line that was not written to its
     end. A missing file holds none.
@@ -209,10 +242,12 @@ def take_up(file: Path) -> Written:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 message = f"{file}: line {number} is not a result of a batch: {error}"
                 raise ConfigError(message) from error
+            end += len(raw)
+            if result.custom_id in written.custom_ids:
+                continue
             written.custom_ids.add(result.custom_id)
             reply = result.response
             written.num_succeeded += reply is not None and reply.get("status_code", 500) < 400
-            end += len(raw)
         stream.truncate(end)
         os.fsync(stream.fileno())
     return written

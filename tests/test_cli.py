@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import io
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 from aiohttp import web
 
 from aioinfer.__main__ import main
-from aioinfer.batch_file import check_input, read_requests, take_up
+from aioinfer.batch_file import check_input, open_results, read_requests, take_up
 from aioinfer.cli.bench import find_bench
 from aioinfer.cli.chat import ChatError, ChatServer, Event, _Pace
 from aioinfer.cli.commands import COMMANDS
@@ -127,10 +128,50 @@ def test_a_wrong_batch_is_refused_before_the_model_is_loaded(
     assert results.read_bytes() == b"somebody's file\n"
 
 
+def test_an_output_of_another_input_or_another_run_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(line(1))
+    call = ["batch", "-i", str(requests), "-o", str(results), "./nowhere"]
+    other = b'{"id":"a","custom_id":"other","response":{"status_code":200},"error":null}\n'
+    results.write_bytes(other)
+    assert main(call) == 2
+    assert "the custom_id 'other' is not in this one" in capsys.readouterr().err
+    with open_results(results):
+        assert main(call) == 2
+    assert "another process writes its results there" in capsys.readouterr().err
+    assert results.read_bytes() == other
+    # an output that cannot be written is reported before the files of the model are
+    assert main([*call[:4], str(tmp_path / "none" / "out.jsonl"), "./nowhere"]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_pipe_is_no_input_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be empty where it is read the second time, and the results would be none."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for call in (
+        ["-i", str(pipe), "-o", str(tmp_path / "out.jsonl")],
+        ["-i", __file__, "-o", str(pipe)],
+    ):
+        assert main(["batch", *call, "./nowhere"]) == 2
+        assert f"{pipe} is not a regular file" in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(codecs.BOM_UTF8 + line(1) + line(2))
+    total, names, faults = check_input(file, paths=("/v1/completions",), max_line_bytes=1000)
+    assert (total, names, faults) == (2, {"1", "2"}, [])
+    (piece,) = read_requests(file, ())
+    assert [request.custom_id for request in piece] == ["1", "2"]
+
+
 def test_a_long_line_is_a_fault_and_the_next_is_read(tmp_path: Path) -> None:
     file = tmp_path / "in"
     file.write_bytes(line(1) + line(5000) + line(2) + b"\n \n" + line(3).rstrip())
-    total, faults = check_input(file, paths=("/v1/completions",), max_line_bytes=1000)
+    total, _, faults = check_input(file, paths=("/v1/completions",), max_line_bytes=1000)
     assert total == 4
     assert [(fault.line, fault.code) for fault in faults] == [(2, "line_too_long")]
 
@@ -155,6 +196,9 @@ def test_a_half_written_result_is_dropped(tmp_path: Path) -> None:
         written = take_up(file)
         assert (written.custom_ids, written.num_succeeded) == ({"1", "2", "3"}, 1)
         assert file.read_bytes() == good + bad + never
+    file.write_bytes(good + bad + good)
+    written = take_up(file)
+    assert (written.custom_ids, written.num_succeeded) == ({"1", "2"}, 1)
     file.write_bytes(good + b"{}\n" + bad)
     with pytest.raises(ConfigError, match="line 2"):
         take_up(file)

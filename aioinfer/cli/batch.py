@@ -14,9 +14,17 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from aioinfer.batch_file import BATCH_PATHS, Written, check_input, take_up, to_lines
+from aioinfer.batch_file import (
+    BATCH_PATHS,
+    CheckedInput,
+    Written,
+    check_input,
+    open_results,
+    take_up,
+    to_lines,
+)
 from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.config import Config
@@ -54,21 +62,25 @@ def run(options: argparse.Namespace) -> int:
     config = _offline(load(options))
     if options.concurrency is not None and options.concurrency < 1:
         raise ConfigError("--concurrency must be at least 1")
+    for file in (options.input, options.output):
+        if file.exists() and not file.is_file():  # the input is read twice, the output taken up
+            raise ConfigError(f"{file} is not a regular file")
     try:
-        total, faults = check_input(options.input, paths=BATCH_PATHS, max_line_bytes=MAX_BYTES)
-        for fault in faults:
+        checked = check_input(options.input, paths=BATCH_PATHS, max_line_bytes=MAX_BYTES)
+        for fault in checked.faults:
             sys.stderr.write(f"{options.input}:{fault.line}: {fault.message}\n")
-        if faults:
+        if checked.faults:
             return 2
-        written = take_up(options.output)
-        if len(written.custom_ids) < total:
-            check_files(config.model)
-            announce(f"loads {config.name}")
+        with open_results(options.output) as stream:
+            written = _take_up(options.output, checked)
+            if len(written.custom_ids) < checked.total:
+                check_files(config.model)
+                announce(f"loads {config.name}")
 
-            import uvloop
+                import uvloop
 
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_answer(options, config, total, written))
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    runner.run(_answer(options, config, stream, checked.total, written))
     except OSError as error:
         raise ConfigError(str(error)) from error
     failed = len(written.custom_ids) - written.num_succeeded
@@ -76,6 +88,17 @@ def run(options: argparse.Namespace) -> int:
         f"{len(written.custom_ids)} results in {options.output}, {failed} of them errors\n"
     )
     return 1 if failed else 0
+
+
+def _take_up(file: Path, checked: CheckedInput) -> Written:
+    """Returns the results that the output holds. Raises `ConfigError` if they are no results, or
+    those of another input."""
+    written = take_up(file)
+    for name in written.custom_ids - checked.custom_ids:
+        raise ConfigError(
+            f"{file}: it holds results of another input: the custom_id {name!r} is not in this one"
+        )
+    return written
 
 
 def _offline(config: Config) -> Config:
@@ -95,9 +118,9 @@ def _offline(config: Config) -> Config:
 
 
 async def _answer(
-    options: argparse.Namespace, config: Config, total: int, written: Written
+    options: argparse.Namespace, config: Config, stream: BinaryIO, total: int, written: Written
 ) -> None:
-    """Writes the results that are missing, and notes them in `written`."""
+    """Writes the results that are missing to `stream`, and notes them in `written`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -111,9 +134,8 @@ async def _answer(
     from aioinfer.api.batch.batches import run_batch
 
     async with _server(config, options.concurrency) as server:
-        stream = await asyncio.to_thread(options.output.open, "ab", 0)
         done = frozenset(written.custom_ids)
-        with stream, Progress(
+        with Progress(
             TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TimeRemainingColumn(), console=Console(stderr=True),
         ) as progress:  # fmt: skip

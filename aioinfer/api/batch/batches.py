@@ -176,7 +176,7 @@ class Batches:
     async def _validate(self, record: Stored) -> None:
         """Checks the input; a batch whose input is wrong has failed."""
         batch: BatchObject = record.body
-        batch.request_counts.total, faults = await asyncio.to_thread(
+        batch.request_counts.total, _, faults = await asyncio.to_thread(
             check_input,
             self._store.data(batch.input_file_id),
             paths=(batch.endpoint,),
