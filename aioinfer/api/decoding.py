@@ -282,6 +282,8 @@ def _wrong_field(message: str, raw: bytes, kind: Any) -> RequestError:
     place = path or "the body"
     if found["key"]:
         place = f"each name in {place}"
+    elif full_path.endswith("[...]"):
+        place = f"each value in {place}"
     value = "" if found["key"] or not path else _quoted_at(raw, full_path)
     if wrong := _WRONG_TYPE.fullmatch(what):
         text = f"{place} must be {_expected(wrong[1])}, not {_NAMES.get(wrong[2], wrong[2])}"

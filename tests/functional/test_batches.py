@@ -304,12 +304,14 @@ async def test_a_batch_whose_results_fill_the_disk_keeps_whole_lines(
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
         ({"output_expires_after": {"seconds": 1}}, "output_expires_after"),
-        ({"input_file_id": "../../etc/passwd"}, "file_id"),
+        ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
     ],
 )
 async def test_what_a_batch_may_not_be(filed: Served, fields: dict[str, Any], param: str) -> None:
     body = {"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"}
-    reply = await filed.post("/v1/batches", 404 if param == "file_id" else 400, **body | fields)
+    reply = await filed.post(
+        "/v1/batches", 404 if param == "input_file_id" else 400, **body | fields
+    )
     assert reply["error"]["param"] == param
 
 

@@ -107,7 +107,7 @@ class Batches:
 
     async def create(self, asked: CreateBatch, owner: str) -> BatchObject:
         """Makes a batch and begins it. Raises `RequestError`."""
-        self._store.find(owner, "file", asked.input_file_id)
+        self._store.find(owner, "file", asked.input_file_id, "input_file_id")
         if (num_open := len(self._store.open_batches())) >= MAX_BATCHES:
             message = f"{num_open} batches are in progress; one more is too many"
             raise RequestError(message, status=429, code="too_many_batches")

@@ -158,14 +158,14 @@ class Store:
 
     def find(self, owner: str, kind: Kind, id: str, param: str | None = None) -> Stored:
         """Returns the record of an object. Raises `RequestError` (404, or 400 for a previous
-        response), which names the field that has the id."""
+        response), which names `param`, the field that has the id."""
         record = self._stored.get((owner, id))
         if record is None or record.body.object != kind:
             previous, is_on_disk = param == "previous_response_id", kind in ("file", "batch")
             code = f"{kind}_not_found" if is_on_disk else "not_found"
             raise RequestError(
                 f"there is no {kind} {id[:80]!r}, or no longer",
-                param=f"{kind}_id" if is_on_disk else param,
+                param=(param or f"{kind}_id") if is_on_disk else param,
                 status=400 if previous else 404,
                 code="previous_response_not_found" if previous else code,
             )
