@@ -174,8 +174,11 @@ class TestMessages:
                 f'{{"a":"{"b" * 34} … {"b" * 38}"}}',
                 "invalid_type",
             ),
-            ({"logit_bias": {"5": "much"}}, "each value in logit_bias must be a number, not a string",
-             "invalid_type"),
+            (
+                {"logit_bias": {"5": "much"}},
+                "each value in logit_bias must be a number, not a string",
+                "invalid_type",
+            ),
             ({"prompt": [1, -2]}, "prompt[1] must be an integer >= 0, not -2", "invalid_value"),
         ],
     )  # fmt: skip
