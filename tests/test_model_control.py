@@ -698,3 +698,37 @@ async def test_an_extension_that_cannot_be_used(folder: Path, name: str) -> None
     with pytest.raises(ConfigError, match="worker_extension"):
         async with launched(folder, **{"parallel.worker_extension": name}):
             pass
+
+
+# ---------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+async def test_an_update_with_new_workers_outlives_no_engine(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch, *, is_started: bool
+) -> None:
+    """An engine is closed while its former workers end, or while new ones start."""
+    monkeypatch.setattr(Worker, "check_folder", lambda worker, folder: False)
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    async with launched(folder, **{"parallel.restart_workers": 3}) as frontend:
+        (engine,) = frontend.engines
+        begun, gate, ending = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        hold_start(engine, begun=begun, gate=gate)
+        former, end = engine.executor, engine.executor.shutdown
+
+        async def shut_down() -> None:
+            await end()
+            ending.set()
+            await asyncio.sleep(0.05)
+
+        monkeypatch.setattr(former, "shutdown", shut_down)
+        update = asyncio.ensure_future(frontend.control.update_from_disk(other))
+        await (begun if is_started else ending).wait()
+        await frontend.close()
+        gate.set()
+        with pytest.raises((WorkerCallError, EngineDeadError)):
+            await update
+        await asyncio.sleep(0.1)
+        assert engine.state is EngineState.DEAD
+        assert (engine.executor is former) is not is_started
+        assert frontend.control.weights_folder == folder

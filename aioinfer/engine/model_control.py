@@ -526,14 +526,17 @@ class ModelControl:
         engines = self._living
         for engine in engines:
             await HeldEngine(engine).release_blocks()
-        try:
-            await asyncio.gather(*(engine.recovery.replace_workers() for engine in engines))
-        except Exception as error:
-            self.set_folder(before)
-            for engine in engines:
+        replacing = [engine.recovery.replace_workers() for engine in engines]
+        found = await asyncio.gather(*replacing, return_exceptions=True)
+        error = next(filter(None, found), None)
+        if error is None:
+            return
+        self.set_folder(before)
+        for engine in engines:
+            if engine.state is not EngineState.DEAD:  # it was closed
                 engine.recovery.state = EngineState.SERVING
                 engine.handle_loss(EngineDeadError(f"new workers could not be started: {error}"))
-            raise WorkerCallError(f"the weights in {folder} cannot be loaded: {error}") from error
+        raise WorkerCallError(f"the weights in {folder} cannot be loaded: {error}") from error
 
     # ---------------------------------------------------------------- the workers
 

@@ -375,13 +375,20 @@ class Recovery:
 
         Raises:
             ConfigError: they cannot be started; then there are none.
-            EngineDeadError: as before.
+            EngineDeadError: as before; or the engine was closed meanwhile.
         """
         self.state = EngineState.RESTARTING
         self._metrics.is_serving = False
         await self._workers.end()
+        self._require_life()
         self._workers.executor = self._replacement_executor()
-        self._resume(await self._workers.start(no_progress))
+        report = await self._workers.start(no_progress)
+        self._require_life()
+        self._resume(report)
+
+    def _require_life(self) -> None:
+        if self.state is EngineState.DEAD:
+            raise EngineDeadError(self.dead_reason or "the engine is dead")
 
     def _replacement_executor(self) -> Executor:
         if self.new_executor is None:
