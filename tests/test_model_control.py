@@ -314,6 +314,29 @@ async def test_streams_stay_open_while_weights_are_updated(
         assert outputs[0].weight_versions == ["0", "1"]
 
 
+async def test_answers_name_the_weights_that_have_computed_them(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that waits during an update has the new ones alone; one whose workers are lost has
+    those of the checkpoint again."""
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    async with launched(folder, **{"parallel.restart_workers": 1}) as frontend:
+        control = frontend.control
+        await control.pause()
+        waiting = await submit_all(frontend)
+        await control.update_from_disk(other)
+        control.resume()
+        await tokens_of(waiting)
+        assert [output.weight_versions for output in waiting] == [["1"]] * 3
+        await control.begin_update()
+        await control.end_update("tensors")
+        running = await submit_all(frontend)
+        await until_running(frontend)
+        frontend.engines[0].handle_loss(EngineDeadError("lost"))
+        await tokens_of(running)
+        assert [output.weight_versions for output in running] == [["tensors", "1"]] * 3
+
+
 async def test_equal_weights_change_no_text(folder: Path) -> None:
     async with launched(folder) as frontend:
         expected, outputs = await begin(frontend, 20)

@@ -315,7 +315,7 @@ class ModelControl:
                 "the new workers have the weights of version %s again, no longer of version %s",
                 self._folder_version, engine.weight_version,
             )  # fmt: skip
-            engine.weight_version = self._folder_version
+            engine.name_weights(self._folder_version)
         if self.sleep_level:
             task = asyncio.ensure_future(self._sleep_again(engine))
             self._resleeping.add(task)
@@ -505,10 +505,7 @@ class ModelControl:
 
     def _note_version(self, version: str) -> None:
         for engine in self._living:
-            if engine.weight_version != version:
-                engine.weight_version = version
-                for output in engine.requests.outputs():
-                    output.weight_versions.append(version)
+            engine.name_weights(version)
         self._forget_computed()
 
     def _forget_computed(self) -> None:

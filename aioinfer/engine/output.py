@@ -222,6 +222,13 @@ class RequestOutput:
             return None
         return sum(use.num_kept for use in uses), sum(use.num_dropped for use in uses)
 
+    def note_weights(self, version: str) -> None:
+        """Notes of which version the weights are that compute its tokens from now on."""
+        if not any(sequence.request.has_begun for sequence in self.sequences):
+            self.weight_versions = [version]
+        elif version not in self.weight_versions[-1:]:
+            self.weight_versions.append(version)
+
     @property
     def can_resume(self) -> bool:
         """Whether another server can go on with the output from its tokens alone."""
