@@ -48,6 +48,10 @@ def fields(**body: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GrammarSpec("json_schema", COMPACT)),
         ({"structured_outputs": {"json_object": True}}, GrammarSpec("json_object")),
         ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+")),
+        ({"structured_outputs": {"regex": "a+", "disable_fallback": True, "backend": None}},
+         GrammarSpec("regex", "a+")),
+        ({"response_format": {"type": "json_object", "json_schema": None}, "n": 1.0},
+         GrammarSpec("json_object", param="response_format")),
         ({"structured_outputs": {"choice": ["a", "ü"]}}, GrammarSpec("choice", '["a","ü"]')),
         ({"structured_outputs": {"grammar": "start: A"}}, GrammarSpec("lark", "start: A")),
         (
@@ -88,7 +92,7 @@ def test_the_text_of_a_schema_is_kept() -> None:
         ),
         (
             {"response_format": {"type": "structural_tag", "format": {}}},
-            "response_format.structures",
+            "response_format.format",
         ),
         (
             {"response_format": {"type": "structural_tag", "structures": []}},
@@ -105,6 +109,11 @@ def test_the_text_of_a_schema_is_kept() -> None:
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}},
          "structured_outputs.regex"),
         ({"structured_outputs": {"json_object": True, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+         "response_format.json_schema"),
+        ({"response_format": {"schema": {}}}, "response_format.type"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}},
          "structured_outputs.disable_additional_properties"),
         ({"response_format": {"type": "json_object"}, "grammar": "start: A"}, "grammar"),

@@ -204,6 +204,9 @@ def _repaired(
     ignored: Collection[str] | None = getattr(kind, "ignored", None)  # inner types may lack it
     kept: dict[str, msgspec.Raw] = {}
     for name, value in given.items():
+        if name == kind.__struct_config__.tag_field:
+            kept[name] = value
+            continue
         if name not in declared:
             if kind.__struct_config__.forbid_unknown_fields and name not in (ignored or ()):
                 check_undeclared(
@@ -215,9 +218,10 @@ def _repaired(
                 )
             continue
         kept[name] = _without_fraction(value)
-        inner = _strict_type(declared[name])
-        # where it is no object, the decoder will say what is wrong
-        if inner is not None and (members := _members(value)) is not None:
+        # where it is no object, or one of no known type, the decoder will say what is wrong
+        if (members := _members(value)) is None:
+            continue
+        if (inner := _strict_type(declared[name], members)) is not None:
             members = _repaired(members, inner, f"{place}{name}.", ignores_unknown)
             kept[name] = msgspec.Raw(msgspec.json.encode(members))
     return kept
@@ -231,11 +235,16 @@ def _members(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw] | None:
         return None
 
 
-def _strict_type(annotation: Any) -> type[Struct] | None:
-    """Returns the type of an object that knows all of its members, if a field may hold one."""
+def _strict_type(annotation: Any, members: Mapping[str, msgspec.Raw]) -> type[Struct] | None:
+    """Returns the type of an object with these members, if a field may hold one of a type that
+    knows all members."""
     for each in get_args(annotation) or (annotation,):
-        if isinstance(each, type) and issubclass(each, Struct):
-            return each if each.__struct_config__.forbid_unknown_fields else None
+        if not (isinstance(each, type) and issubclass(each, Struct)):
+            continue
+        config = each.__struct_config__
+        tag = members.get(config.tag_field) if config.tag_field is not None else None
+        if config.tag is None or (tag is not None and _small_value(tag) == config.tag):
+            return each if config.forbid_unknown_fields else None
     return None
 
 

@@ -63,7 +63,7 @@ class SchemaFormat(Struct, kw_only=True):
     schema: Raw
 
 
-class AnyText(Struct, tag="text"):
+class AnyText(Struct, tag="text", forbid_unknown_fields=True):
     """A `response_format` of any text."""
 
     def to_grammar(self) -> GrammarSpec | None:
@@ -71,7 +71,7 @@ class AnyText(Struct, tag="text"):
         return None
 
 
-class JsonObject(Struct, tag="json_object"):
+class JsonObject(Struct, tag="json_object", forbid_unknown_fields=True):
     """A `response_format` of any JSON object, or of a schema, as llama.cpp has it."""
 
     schema: Raw = NOT_GIVEN
@@ -83,7 +83,7 @@ class JsonObject(Struct, tag="json_object"):
         return GrammarSpec("json_object", param="response_format")
 
 
-class JsonSchema(Struct, tag="json_schema"):
+class JsonSchema(Struct, tag="json_schema", forbid_unknown_fields=True):
     """A `response_format` of a schema."""
 
     json_schema: SchemaFormat
@@ -94,7 +94,7 @@ class JsonSchema(Struct, tag="json_schema"):
         return json_grammar("json_schema", self.json_schema.schema, place)
 
 
-class StructuralTag(Struct, tag="structural_tag"):
+class StructuralTag(Struct, tag="structural_tag", forbid_unknown_fields=True):
     """A `response_format` of texts with schemas in them, as vLLM has it; its newer form, with
     `format`, is not supported."""
 
@@ -110,8 +110,9 @@ class StructuralTag(Struct, tag="structural_tag"):
 ResponseFormat = AnyText | JsonObject | JsonSchema | StructuralTag
 
 
-class StructuredOutputs(Struct, kw_only=True):
-    """vLLM's `structured_outputs`."""
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`. `disable_fallback` has no effect: there is one kind of
+    grammars."""
 
     json: Raw = NOT_GIVEN
     regex: str | None = None
@@ -121,6 +122,7 @@ class StructuredOutputs(Struct, kw_only=True):
     structural_tag: Raw = NOT_GIVEN
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
 
     def to_grammars(self) -> list[GrammarSpec]:
