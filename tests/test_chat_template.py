@@ -196,8 +196,12 @@ def test_messages_that_a_template_cannot_take(
 
 
 @pytest.mark.parametrize(
-    "name", ["chat_template", "tokenize", "conversation", "add_generation_prompt", "return_tensors"]
-)
+    "name",
+    [
+        "chat_template", "tokenize", "conversation", "add_generation_prompt", "return_tensors",
+        "messages", "conversations", "self",
+    ],
+)  # fmt: skip
 def test_a_request_cannot_change_how_its_prompt_is_rendered(tokenizer_cache: Path, name: str):
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     with pytest.raises(RequestError, match=name) as caught:

@@ -83,6 +83,10 @@ def make_use(
         names.add(given)
         if not isinstance(function.get("parameters"), dict | None):
             raise RequestError(f"{place}.{member} must be an object", param=f"{place}.{member}")
+        kind = (function.get("parameters") or {}).get("type") or "object"
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            text = f"must be the schema of an object: its type is {kind!r:.80}"
+            raise RequestError(f"{place}.{member} {text}", param=f"{place}.{member}")
         if not isinstance(function.get("description"), str | None):
             raise RequestError(f"{place}.description must be a text", param=f"{place}.description")
     if choice in ("required", "named") and not functions:

@@ -78,10 +78,10 @@ class ChatTemplate:
 
     @cached_property
     def _reserved(self) -> frozenset[str]:
-        """The parameters of rendering itself: a request may set variables of the template, but none
-        of these."""
+        """The parameters of rendering itself, also where transformers hands them on under another
+        name: a request may set variables of the template, but none of these."""
         parameters = inspect.signature(self._renderer.apply_chat_template).parameters
-        return frozenset(parameters) - {"documents"}
+        return frozenset(parameters) - {"documents"} | {"conversations", "messages", "self"}
 
     @classmethod
     def load(

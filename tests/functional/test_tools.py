@@ -190,6 +190,14 @@ async def test_an_answer_by_a_schema_or_a_call(served: Served) -> None:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
             "tools[0].function.parameters",
         ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+                ]
+            },
+            "tools[0].function.parameters",
+        ),
         ({"tools": [TOOLS[0]] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
