@@ -365,6 +365,8 @@ def _completed(given: Item, place: str) -> Item:
     item = Item(id=given.id, type=given.type, status="completed")
     match given.type:
         case "message" if given.role:
+            if not isinstance(given.content, str | list) and given.role != "assistant":
+                raise FieldError(f"{place}.content", "is missing", "missing_required_parameter")
             kind = "output_text" if given.role == "assistant" else "input_text"
             item.role, item.content = given.role, _parts(given.content, kind, f"{place}.content")
         case "function_call" if given.name:
@@ -372,6 +374,8 @@ def _completed(given: Item, place: str) -> Item:
             item.arguments = given.arguments or ""
         case "function_call_output" if isinstance(given.call_id, str):
             item.call_id, item.output = given.call_id, given.output
+            if not isinstance(given.output, str | list):
+                raise FieldError(f"{place}.output", "is missing", "missing_required_parameter")
             if not isinstance(given.output, str):
                 item.output = _parts(given.output, "input_text", f"{place}.output")
         case "reasoning":
@@ -402,10 +406,12 @@ def _parts(content: Content, kind: str, place: str) -> list[Part]:
             raise FieldError(where, f"of type {part.type[:40]!r} is not supported")
         elif part.type == "refusal":
             found.append(Part(type="refusal", refusal=part.refusal or part.text or ""))
+        elif not isinstance(part.text, str):
+            raise FieldError(f"{where}.text", "is missing", "missing_required_parameter")
         elif kind == "output_text":
-            found.append(output_text(part.text or ""))
+            found.append(output_text(part.text))
         else:
-            found.append(Part(type=kind, text=part.text or ""))
+            found.append(Part(type=kind, text=part.text))
     return found
 
 

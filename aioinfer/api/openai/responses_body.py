@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import orjson
@@ -47,7 +47,7 @@ class FunctionTool(Struct, kw_only=True):
     parameters: dict[str, Any] | UnsetType | None = UNSET
 
 
-class TextFormat(Struct, kw_only=True):
+class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -65,16 +65,19 @@ class TextFormat(Struct, kw_only=True):
         return protocol.schema_grammar(self.schema, "text.format.schema")
 
 
-class TextConfig(Struct, kw_only=True):
+class TextConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     """`text` of a request. `verbosity` is a variable of the chat template."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Struct, kw_only=True):
+class Reasoning(Struct, kw_only=True, forbid_unknown_fields=True):
     """How much the model is to think, where its template has a variable for that. `summary` has no
     effect: the thoughts themselves are in the output."""
+
+    #: All other names that are not misspelt ones: `mode`, `context` and the like.
+    ignored: ClassVar[Collection[str]] = ()
 
     effort: str | None = None
     summary: str | None = None
