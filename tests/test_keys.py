@@ -12,6 +12,7 @@ import pytest
 
 from aioinfer.__main__ import main
 from aioinfer.api.http.keys import ANONYMOUS, ApiKey, ApiKeys
+from aioinfer.api.http.keys import main as make_key
 from aioinfer.config import load_config
 from aioinfer.errors import ConfigError
 
@@ -212,3 +213,13 @@ def test_admin_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.admin_key") as caught:
         load(None, **{"server.admin_key": "se cret"})
     assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["a b"], ["alice", "bob"], [ANONYMOUS]])
+def test_what_is_no_name_gets_no_key(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_key(arguments) == 2
+    written = capsys.readouterr()
+    assert written.out == ""  # it goes to the file
+    assert "names are 1 to 64 letters, digits and any of ._@-" in written.err

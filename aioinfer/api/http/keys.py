@@ -37,6 +37,7 @@ from aioinfer.errors import ConfigError
 ANONYMOUS = "anonymous"
 _KEY = re.compile(r"[\x21-\x7e]+")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_WHAT_IS_A_NAME = "names are 1 to 64 letters, digits and any of ._@-, and none is 'anonymous'"
 _Limit = Annotated[int, Meta(ge=0, le=10**12)]
 _Digest = Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")]
 
@@ -185,9 +186,7 @@ def _read(file: Path) -> Iterator[_Entry]:
         raise ValueError("it holds no key")
     for name, table in tables.items():
         if not _is_name(name):
-            raise ValueError(
-                "names are 1 to 64 letters, digits and any of ._@-, and none is 'anonymous'"
-            )
+            raise ValueError(_WHAT_IS_A_NAME)
         if not isinstance(table, dict) or "name" in table:
             raise ValueError("it must hold tables such as [alice], without a name in them")
         known = [field for field in _Entry.__struct_fields__ if field != "name"]
@@ -218,8 +217,11 @@ def _errors_of(place: str) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Makes a key: writes the entry for the key file to stdout, and the key itself, which nothing
     keeps, to stderr. Returns the exit status."""
-    if len(arguments) != 1 or not _is_name(arguments[0]):
-        sys.stderr.write("usage: python -m aioinfer.api.http.keys NAME >> FILE\n")
+    # a name like --help may be in a file, but here it is no name
+    if len(arguments) != 1 or not _is_name(arguments[0]) or arguments[0].startswith("-"):
+        sys.stderr.write(
+            f"usage: python -m aioinfer.api.http.keys NAME >> FILE\n{_WHAT_IS_A_NAME}\n"
+        )
         return 2
     key = f"sk-{secrets.token_urlsafe(32)}"
     sys.stderr.write(f"The key of {arguments[0]}, which is not kept anywhere:\n{key}\n")
