@@ -108,7 +108,7 @@ def show(verdicts: dict[str, Verdict], console: Console) -> None:
             f"{verdict.last:.1f}",
             f"{verdict.slope:+.2f} ± {2 * verdict.error:.2f}",
             verdict.limit,
-            "grows" if verdict.grows else "flat",
+            "grows" if verdict.grows else "flat" if verdict.judged else "not judged",
         )
     console.print(table)
 

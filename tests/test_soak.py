@@ -39,6 +39,7 @@ def test_growth_beyond_noise_is_found() -> None:
     # of a run shorter than 1 000 requests no slope is judged: 10 MiB per 1 000 are usual at first
     assert judge("server memory", [0, 500, 1000], [300, 305, 310]).grows
     assert not judge("server memory", [0, 450, 900], [300, 304.5, 309]).grows
+    assert not judge("server memory", [0, 450, 900], [300, 304.5, 309]).judged
     # what ends before the end of the run is no creep, but what rises by a count is
     assert not judge("descriptors", [1, 2, 3], [40, 90, 44]).grows
     assert judge("descriptors", [1, 2, 3], [40, 42, 45]).grows

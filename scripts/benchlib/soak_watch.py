@@ -58,6 +58,7 @@ class Verdict:
         slope: over 1 000 requests, by least squares.
         error: the slope's standard error.
         limit: the bound, as text.
+        judged: whether there were enough requests for a slope to say something.
         grows: whether the figure exceeds its bound.
     """
 
@@ -66,6 +67,7 @@ class Verdict:
     slope: float
     error: float
     limit: str
+    judged: bool
     grows: bool
 
 
@@ -76,12 +78,13 @@ def judge(name: str, requests: Sequence[int], values: Sequence[float]) -> Verdic
     bound = next(bound for start, bound in BOUNDS.items() if name.startswith(start))
     if bound.per_thousand is not None:
         limit = f"{bound.per_thousand:g} per 1 000"
-        grows = thousands[-1] - thousands[0] >= 1 and slope - 2 * error > bound.per_thousand
+        judged = thousands[-1] - thousands[0] >= 1
+        grows = judged and slope - 2 * error > bound.per_thousand
     else:
         assert bound.rise is not None
         limit = f"{bound.rise:g} in all"
-        grows = values[-1] - values[0] > bound.rise
-    return Verdict(values[0], values[-1], slope, error, limit, grows)
+        judged, grows = True, values[-1] - values[0] > bound.rise
+    return Verdict(values[0], values[-1], slope, error, limit, judged, grows)
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
