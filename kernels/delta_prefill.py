@@ -41,7 +41,7 @@ from aioinfer.kernels.delta_chunks import (
     slot_of,
 )
 from aioinfer.kernels.delta_inputs import delta_inputs
-from aioinfer.kernels.launch import wait_for_kernel
+from aioinfer.kernels.launch import is_hopper, wait_for_kernel
 from aioinfer.kernels.short_convolution import block_of, check_windows
 from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
 
@@ -232,17 +232,20 @@ def _norm_kernel(
         tl.store(places, o.to(out.dtype.element_ty), own)
 
 
-def delta_prefill_config(shape: DeltaShape, element_size: int) -> DeltaPrefillConfig:
+def delta_prefill_config(
+    shape: DeltaShape, element_size: int, *, on_hopper: bool = True
+) -> DeltaPrefillConfig:
     """Returns the configuration for inputs of `element_size` bytes, measured on an H200
     (notes/states.md). It does not depend on the rows, so that no kernel is compiled while serving;
-    a program with half of the values would load as many keys."""
+    a program with half of the values would load as many keys. Other GPUs have less shared memory
+    than the 200 KiB of three stages."""
     if element_size == 4:
         return DeltaPrefillConfig(min(32, shape.value_pad), 4, 1, 8 if shape.by_channel else 4)
-    values = min(64, shape.value_pad)
+    values, stages = min(64, shape.value_pad), 3 if on_hopper else 2
     if shape.by_channel:
-        return DeltaPrefillConfig(values, 4, 3, 8)
+        return DeltaPrefillConfig(values, 4, stages, 8)
     # with 168 registers three programs of a chunk fit a multiprocessor
-    return DeltaPrefillConfig(values, 4, 3, 4, 168)
+    return DeltaPrefillConfig(values, 4, stages, 4, 168)
 
 
 class DeltaPrefill(NamedTuple):
@@ -407,7 +410,8 @@ def delta_prefill(
     tokens, work = len(inputs.mixed), workspace.mixed
     _check_workspace(workspace, shape, chunks, tokens, len(seq_lens))
     if config is None:
-        config = delta_prefill_config(shape, work.element_size())
+        on_hopper = is_hopper(work.device)
+        config = delta_prefill_config(shape, work.element_size(), on_hopper=on_hopper)
     launches = DeltaPrefill(
         inputs, weights, windows, matrices, query_starts, seq_lens, first_row, tiles, chunks,
         workspace, out, shape, config, pdl,
