@@ -297,13 +297,6 @@ class Engine:
         for index in unfinished:
             output.put(Delta(index, finish_reason="abort"))
 
-    def name_weights(self, version: str) -> None:
-        """Notes of which version the weights are that its workers have from now on."""
-        if self.weight_version != version:
-            self.weight_version = version
-            for output in self.requests.outputs():
-                output.note_weights(version)
-
     def import_requests(self, sequences: Sequence[OutputSequence]) -> None:
         """Queues sequences that another engine has exported; see `OpenRequests.import_from`."""
         for sequence in sequences:

@@ -315,7 +315,7 @@ class ModelControl:
                 "the new workers have the weights of version %s again, no longer of version %s",
                 self._folder_version, engine.weight_version,
             )  # fmt: skip
-            engine.name_weights(self._folder_version)
+            _note_weights(engine, self._folder_version)
         if self.sleep_level:
             task = asyncio.ensure_future(self._sleep_again(engine))
             self._resleeping.add(task)
@@ -505,7 +505,7 @@ class ModelControl:
 
     def _note_version(self, version: str) -> None:
         for engine in self._living:
-            engine.name_weights(version)
+            _note_weights(engine, version)
         self._forget_computed()
 
     def _forget_computed(self) -> None:
@@ -560,3 +560,11 @@ def _is_held_up(engine: Engine) -> bool:
     if engine.is_paused:
         return engine.state is not EngineState.DEAD
     return engine.state is EngineState.RESTARTING and engine.recovery.outage is None
+
+
+def _note_weights(engine: Engine, version: str) -> None:
+    """Notes of which version the weights are that an engine's workers have from now on."""
+    if engine.weight_version != version:
+        engine.weight_version = version
+        for output in engine.requests.outputs():
+            output.note_weights(version)

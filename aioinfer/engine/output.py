@@ -224,10 +224,9 @@ class RequestOutput:
 
     def note_weights(self, version: str) -> None:
         """Notes of which version the weights are that compute its tokens from now on."""
-        if not any(sequence.request.has_begun for sequence in self.sequences):
-            self.weight_versions = [version]
-        elif version not in self.weight_versions[-1:]:
-            self.weight_versions.append(version)
+        has_begun = any(sequence.request.has_begun for sequence in self.sequences)
+        before = self.weight_versions if has_begun else []
+        self.weight_versions = before if before[-1:] == [version] else [*before, version]
 
     @property
     def can_resume(self) -> bool:
