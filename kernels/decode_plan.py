@@ -35,9 +35,9 @@ PARTS_OF_SHORT = tl.constexpr(10)
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """The compile-time configuration of the decode kernel: KV tokens a tile, warps, pipeline
-    stages, programs a multiprocessor; and how rows are split: a part may have to have up to
-    `min_tiles` tiles (`_fewest_tiles`), and rows of up to `whole_tiles` are not split if there are
-    enough of them to occupy the GPU.
+    stages, programs a multiprocessor; and how rows are split: no part is made longer than
+    `min_tiles` tiles to have fewer of them (`_fewest_tiles`), and rows of up to `whole_tiles` are
+    not split if there are enough of them to occupy the GPU.
 
     With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
     a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.

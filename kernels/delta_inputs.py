@@ -22,7 +22,7 @@ from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
 
 #: Of a thread, and programs that a multiprocessor then has room for: the fastest of ten variants on
 #: an H200 (notes/states.md).
-_REGISTERS, _RESIDENT = 96, 5
+REGISTERS, RESIDENT = 96, 5
 
 
 @triton.jit
@@ -114,12 +114,12 @@ def delta_inputs(
     """
     heads = shape.key_heads * (2 + shape.group)
     items = tiles.max_chunks(rows, len(mixed)) * heads
-    programs = programs_for(items, mixed.device, 2 * _RESIDENT)
+    programs = programs_for(items, mixed.device, 2 * RESIDENT)
     states, tables = windows
     _inputs_kernel[(programs,)](
         mixed, out, conv, states, tables, tiles.chunks, query_starts, mixed.stride(0),
         out.stride(0), states.stride(0), tables.stride(0), SHAPE=shape,
         CHANNELS=max(shape.key_pad, shape.value_pad), TOKENS=TILE_TOKENS,
         TAPS=triton.next_power_of_2(shape.width), PDL=pdl, num_warps=4, num_stages=1,
-        maxnreg=_REGISTERS, launch_pdl=pdl,
+        maxnreg=REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
