@@ -8,6 +8,9 @@ query rows each, multiply them with asynchronous wgmma, so that the scores of th
 output of the last one are computed while the softmax runs. Programs are persistent: while the
 consumers write a tile's output, the loads of the next tile are under way.
 
+A tile of keys is a KV block, but with heads of 256 channels, of which two stages of 128 tokens do
+not fit into shared memory: there it is 64 tokens of a block.
+
 From a KV cache in float8 blocks are loaded into a ring of their own, and a third warpgroup converts
 them to float16 into the ring of the operands, which wgmma reads in 16 bits. Queries and
 probabilities are float16 then, as in `DecodeConfig.fp16_operands`: float8 becomes float16 in one
@@ -40,8 +43,8 @@ TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether this kernel can compute queries of `dtype`: on Hopper, in bf16 or fp16, with head
-    size 64, 128 or 256 and KV blocks that one TMA box can load; with a cache in float8 head size 64
-    or 128."""
+    size 64, 128 or 256 and KV blocks of 64 or 128 tokens; with a cache in float8 head size 64 or
+    128."""
     _, block_size, _, head_size = k_cache.shape
     return (
         k_cache.is_cuda
@@ -51,10 +54,8 @@ def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -
         and (k_cache.dtype == dtype or (k_cache.dtype == FLOAT8 and head_size <= 128))
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and (
-            (head_size in (64, 128) and block_size in (64, 128))
-            or (head_size == 256 and block_size == 64)
-        )
+        and head_size in (64, 128, 256)
+        and block_size in (64, 128)
     )
 
 
@@ -100,11 +101,12 @@ def _work(
 @gluon.jit
 def _produce(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, ROWS: gl.constexpr,
+    TILES: gl.constexpr,
     keys, values, block_tables, table_stride, query_starts, seq_lens, plan, count, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty,
 ):  # fmt: skip
-    """Loads the KV blocks of every work item, last block first, as stages of the ring become
-    free."""
+    """Loads the KV tiles of every work item, last tile first, as stages of the ring become free. A
+    block has TILES of them."""
     STAGES: gl.constexpr = k_smem.shape[0]
     TILE: gl.constexpr = k_smem.shape[1]
     HEAD_SIZE: gl.constexpr = k_smem.shape[2]
@@ -116,20 +118,21 @@ def _produce(
         )
         column = item % KV_HEADS * HEAD_SIZE
         table = block_tables + gl.load(plan + 2 + item // KV_HEADS * 2).to(gl.int64) * table_stride
-        block = gl.load(table + end - 1)
+        block = gl.load(table + (end - 1) // TILES)
         for index in range(end - begin):
             stage = loaded % STAGES
             phase = (loaded // STAGES) & 1
-            following = gl.load(table + gl.maximum(end - 2 - index, begin))
+            following = gl.load(table + gl.maximum(end - 2 - index, begin) // TILES)
+            line = (block * TILES + (end - 1 - index) % TILES) * TILE
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), keys.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                keys, [block * TILE, column], k_full.index(stage), k_smem.index(stage)
+                keys, [line, column], k_full.index(stage), k_smem.index(stage)
             )
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                values, [block * TILE, column], v_full.index(stage), v_smem.index(stage)
+                values, [line, column], v_full.index(stage), v_smem.index(stage)
             )
             block = following
             loaded += 1
@@ -434,7 +437,8 @@ def _prefill_kernel(
     scales, sinks, q_stride, out_stride, table_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SCALES: gl.constexpr,
-    TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
+    TILE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    RAW_STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = gl.float16 if RAW_STAGES > 0 else q.dtype.element_ty
     count = _count_items(gl.load(plan) * KV_HEADS)
@@ -455,8 +459,8 @@ def _prefill_kernel(
                            + ends + (q_smem.index(0),) + ring),
                 (_consume, (1, KV_HEADS, GROUP, WINDOW, ROWS, SOFT_CAP, HAS_SINKS, HAS_SCALES)
                            + ends + (q_smem.index(1),) + ring),
-                (_produce, (KV_HEADS, GROUP, WINDOW, ROWS, keys, values, block_tables, table_stride)
-                           + rows + ring),
+                (_produce, (KV_HEADS, GROUP, WINDOW, ROWS, TILES, keys, values, block_tables,
+                            table_stride) + rows + ring),
             ],
             [4, 1],
             [240, 24],
@@ -473,28 +477,33 @@ def _prefill_kernel(
                 (_consume, (1, KV_HEADS, GROUP, WINDOW, ROWS, SOFT_CAP, HAS_SINKS, HAS_SCALES)
                            + ends + (q_smem.index(1),) + ring),
                 (_convert, (KV_HEADS, GROUP, WINDOW, ROWS) + rows + raw + ring),
-                (_produce, (KV_HEADS, GROUP, WINDOW, ROWS, keys, values, block_tables, table_stride)
-                           + rows + raw),
+                (_produce, (KV_HEADS, GROUP, WINDOW, ROWS, TILES, keys, values, block_tables,
+                            table_stride) + rows + raw),
             ],
             [4, 4, 1],
             [224, 40, 24],
         )  # fmt: skip
 
 
-def pipeline_stages(head_size: int, block_size: int, *, is_float8: bool = False) -> int:
-    """Returns the number of KV blocks of operands in shared memory: as many as fit beside the
+def tile_tokens(head_size: int, block_size: int) -> int:
+    """Returns the number of tokens of a tile of keys, which divides the block size."""
+    return min(block_size, 64 if head_size == 256 else 128)
+
+
+def pipeline_stages(head_size: int, tile: int, *, is_float8: bool = False) -> int:
+    """Returns the number of KV tiles of operands in shared memory: as many as fit beside the
     queries, at most four; with float8 beside `raw_stages`, too."""
     size = 128 * 1024 if is_float8 else 160 * 1024
-    return min(4, size // (4 * head_size * block_size))
+    return min(4, size // (4 * head_size * tile))
 
 
-def raw_stages(head_size: int, block_size: int) -> int:
-    """Returns the number of float8 KV blocks in flight in shared memory, before they are converted:
+def raw_stages(head_size: int, tile: int) -> int:
+    """Returns the number of float8 KV tiles in flight in shared memory, before they are converted:
     as many as fit beside the queries, the operands, and 18 KiB for conversions of layouts and
     barriers, at most four."""
-    operands = pipeline_stages(head_size, block_size, is_float8=True) * 4 * head_size * block_size
+    operands = pipeline_stages(head_size, tile, is_float8=True) * 4 * head_size * tile
     left = (227 - 18) * 1024 - 2 * ROWS * head_size - operands
-    return min(4, left // (2 * head_size * block_size))
+    return min(4, left // (2 * head_size * tile))
 
 
 def launch_prefill_hopper(
@@ -516,14 +525,15 @@ def launch_prefill_hopper(
     blocks, block_size, kv_heads, head_size = k_cache.shape
     is_float8 = k_cache.dtype == FLOAT8
     element = gl.float8e4nv if is_float8 else TORCH_DTYPES[q.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([block_size, head_size], element)
+    tile = tile_tokens(head_size, block_size)
+    layout = gl.NVMMASharedLayout.get_default_for([tile, head_size], element)
 
     def descriptor(cache: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(
             cache,
             [blocks * block_size, kv_heads * head_size],
             [kv_heads * head_size, 1],
-            [block_size, head_size],
+            [tile, head_size],
             layout,
         )
 
@@ -539,7 +549,7 @@ def launch_prefill_hopper(
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window,
         SOFT_CAP=scores.soft_cap is not None, HAS_SINKS=scores.sinks is not None,
         HAS_SCALES=scales is not None,
-        TILE=block_size, ROWS=ROWS,
-        STAGES=pipeline_stages(head_size, block_size, is_float8=is_float8),
-        RAW_STAGES=raw_stages(head_size, block_size) if is_float8 else 0, num_warps=4,
+        TILE=tile, TILES=block_size // tile, ROWS=ROWS,
+        STAGES=pipeline_stages(head_size, tile, is_float8=is_float8),
+        RAW_STAGES=raw_stages(head_size, tile) if is_float8 else 0, num_warps=4,
     )  # fmt: skip

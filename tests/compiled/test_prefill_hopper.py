@@ -10,7 +10,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.prefill_hopper import ROWS, _prefill_kernel, pipeline_stages, raw_stages
+from aioinfer.kernels.prefill_hopper import (
+    ROWS,
+    _prefill_kernel,
+    pipeline_stages,
+    raw_stages,
+    tile_tokens,
+)
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
@@ -31,12 +37,13 @@ def compiled(
     """Returns the kernel that `launch_prefill_hopper` launches for queries in bf16; `table_stride`
     is a constant where it is given."""
     element = gl.float8e4nv if is_float8 else gl.bfloat16
-    descriptor = box(element, block_size, head_size)
+    tile = tile_tokens(head_size, block_size)
+    descriptor = box(element, tile, head_size)
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_SIZE": head_size, "WINDOW": window, "SOFT_CAP": soft_cap,
-        "HAS_SINKS": has_sinks, "HAS_SCALES": is_float8, "TILE": block_size, "ROWS": ROWS,
-        "STAGES": pipeline_stages(head_size, block_size, is_float8=is_float8),
-        "RAW_STAGES": raw_stages(head_size, block_size) if is_float8 else 0,
+        "HAS_SINKS": has_sinks, "HAS_SCALES": is_float8, "TILE": tile, "TILES": block_size // tile,
+        "ROWS": ROWS, "STAGES": pipeline_stages(head_size, tile, is_float8=is_float8),
+        "RAW_STAGES": raw_stages(head_size, tile) if is_float8 else 0,
     }  # fmt: skip
     if table_stride is not None:
         constants["table_stride"] = table_stride
@@ -53,10 +60,10 @@ def check(kernel: CompiledKernel) -> None:
 @pytest.mark.parametrize(
     NAMES,
     [
-        (64, 128, 128, False, True), (128, 128, 100, True, True), (256, 64, 0, False, False),
+        (64, 128, 128, False, True), (128, 128, 100, True, True), (256, 128, 0, False, False),
         *(
             pytest.param(head_size, block_size, 0, False, False, marks=pytest.mark.extended)
-            for head_size, block_size in ((64, 64), (128, 64), (128, 128))
+            for head_size, block_size in ((64, 64), (128, 64), (128, 128), (256, 64))
         ),
     ],
 )  # fmt: skip
