@@ -18,7 +18,6 @@ Sinks join the sum of a (row, head) where its output is written: once, however i
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -67,7 +66,7 @@ class DecodeTiles(NamedTuple):
     Attributes:
         rows, tile: of a product: query heads, padded, and keys.
         window: tokens, or 0.
-        splits: see `merged_splits`.
+        splits: see `DecodeWorkspace`.
         fp16_operands, paired: whether keys and values are converted to float16, and read as words
             of two channels: see `DecodeConfig`.
         by_assembly: see `paired_channels`.
@@ -94,53 +93,58 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
     return config.paired_channels and is_float16 and cache.dtype == torch.float8_e4m3fn
 
 
-@cache
-def merged_splits(group: int, head_size: int) -> int:
-    """Returns how many partial results are merged at a time: 8192 numbers, which fit in the
-    registers of four warps."""
-    return max(
-        2, min(32, 8192 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size)))
-    )
+@triton.jit
+def _part(first, split, SHAPE: tl.constexpr):
+    """Returns the entry in `Parts` of part `split` of a (row, KV head) whose first part is of
+    program `first`."""
+    return ((first + split) * 2 + (split == 0).to(tl.int32)) * SHAPE.group
+
+
+@triton.jit
+def _write_part(m, l, acc, parts, entry, g, SHAPE: tl.constexpr):
+    """Writes the partial result of the query heads `g`; the entry of the first head is `entry`."""
+    d = tl.arange(0, SHAPE.pad)
+    is_head = g < SHAPE.group
+    tl.store(parts.maxima + entry + g, m, is_head)
+    tl.store(parts.sums + entry + g, l, is_head)
+    places = parts.outputs + (entry + g)[:, None] * SHAPE.pad + d[None, :]
+    tl.store(places, acc, is_head[:, None])
 
 
 @triton.jit
 def _merge(
-    parts, out, first, count, head, v_scale, sinks, SHAPE: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Merges the partial results of the programs first .. first + count - 1 for one (row, KV head),
-    SHAPE.group_pad query heads from `head` on, and writes the output. A sink joins the merged sum:
-    no part has it."""
+    parts, out, first, begin, stride, count, head, is_output, v_scale, sinks,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merges `count` <= SPLITS partial results of a (row, KV head), the parts begin, begin +
+    stride, ..., for SHAPE.group_pad query heads from `head` on; writes the output, or the result
+    in the place of the first. A sink joins the sum of the output: no part has it."""
     ROWS: tl.constexpr = SHAPE.group_pad
     PAD: tl.constexpr = SHAPE.pad
     g = head + tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PAD], tl.float32)
-    for begin in range(0, count, SPLITS):
-        split = begin + tl.arange(0, SPLITS)
-        entry = ((first + split) * 2 + (split == 0).to(tl.int32))[:, None] * SHAPE.group
-        entry += g[None, :]
-        valid = (split < count)[:, None] & (g < SHAPE.group)[None, :]
-        part_m = tl.load(parts.maxima + entry, valid, float("-inf"))
-        part_l = tl.load(parts.sums + entry, valid, 0.0)
-        outputs = parts.outputs + entry[:, :, None] * SHAPE.pad + d[None, None, :]
-        part = tl.load(outputs, valid[:, :, None], 0.0)
-        new_m = tl.maximum(m, tl.max(part_m, axis=0))
-        safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-        weight = tl.exp2(part_m - safe_m[None, :])
-        old = tl.exp2(m - safe_m)
-        l = l * old + tl.sum(part_l * weight, axis=0)
-        acc = acc * old[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-        m = new_m
-    if sinks is not None:
-        l = add_sinks(m, l, sinks, g, g < SHAPE.group)
-    value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
-    tl.store(
-        out + g[:, None] * SHAPE.size + d[None, :],
-        value.to(out.dtype.element_ty),
-        (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :],
-    )
+    index = tl.arange(0, SPLITS)
+    entry = _part(first, begin + index * stride, SHAPE)[:, None] + g[None, :]
+    valid = (index < count)[:, None] & (g < SHAPE.group)[None, :]
+    part_m = tl.load(parts.maxima + entry, valid, float("-inf"))
+    part_l = tl.load(parts.sums + entry, valid, 0.0)
+    outputs = parts.outputs + entry[:, :, None] * SHAPE.pad + d[None, None, :]
+    part = tl.load(outputs, valid[:, :, None], 0.0)
+    m = tl.max(part_m, axis=0)
+    weight = tl.exp2(part_m - tl.where(m == float("-inf"), 0.0, m)[None, :])
+    l = tl.sum(part_l * weight, axis=0)
+    acc = tl.sum(part * weight[:, :, None], axis=0)
+    if is_output:
+        if sinks is not None:
+            l = add_sinks(m, l, sinks, g, g < SHAPE.group)
+        value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
+        tl.store(
+            out + g[:, None] * SHAPE.size + d[None, :],
+            value.to(out.dtype.element_ty),
+            (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :],
+        )
+    else:
+        _write_part(m, l, acc, parts, _part(first, begin, SHAPE), g, SHAPE)
 
 
 @triton.jit
@@ -148,31 +152,38 @@ def store_part(
     m, l, acc, parts, out, program, tile, tiles, at, span, v_scale, sinks,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
-    part of it merges them, SHAPE.group_pad query heads at a time.
+    """Writes a program's part of a (row, head) with `tiles` tiles, and merges parts: of each SPLITS
+    neighbours the last program to finish merges them into the place of the first, and so on with
+    these results, until one is left, which is the output.
 
     The part begins with the row's tile `tile`, which is tile `at` in the sequence of all tiles.
     """
     GROUP: tl.constexpr = SHAPE.group
     STEP: tl.constexpr = SHAPE.group_pad
+    first = (at - tile) // span
+    count = (at - tile + tiles - 1) // span - first + 1
+    part, stride = program - first, 1
     g = tl.arange(0, acc.shape[0])
-    d = tl.arange(0, SHAPE.pad)
-    entry = (program * 2 + (tile == 0).to(tl.int32)) * GROUP + g
-    tl.store(parts.maxima + entry, m, g < GROUP)
-    tl.store(parts.sums + entry, l, g < GROUP)
-    tl.store(
-        parts.outputs + entry[:, None] * SHAPE.pad + d[None, :],
-        acc,
-        (g < GROUP)[:, None] & (d < SHAPE.pad)[None, :],
-    )
-    first_program = (at - tile) // span
-    count = (at - tile + tiles - 1) // span - first_program + 1
-    # every thread has written its partial results before one thread counts them
-    tl.debug_barrier()
-    if tl.atomic_add(parts.counters + first_program, 1, sem="acq_rel") == count - 1:
-        tl.store(parts.counters + first_program, 0)
-        for head in tl.static_range(0, GROUP, STEP):
-            _merge(parts, out, first_program, count, head, v_scale, sinks, SHAPE, SPLITS)
+    _write_part(m, l, acc, parts, _part(first, part, SHAPE), g, SHAPE)
+    while stride < count:
+        part = part // (stride * SPLITS) * (stride * SPLITS)
+        members = tl.minimum(tl.cdiv(count - part, stride), SPLITS)
+        is_output = stride * SPLITS >= count
+        if members > 1:
+            # every thread has written its partial results before one thread counts them
+            tl.debug_barrier()
+            # counted at the second member: those of two groups, also of two levels, are two parts
+            counter = parts.counters + first + part + stride
+            if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
+                tl.store(counter, 0)
+                for head in tl.static_range(0, GROUP, STEP):
+                    _merge(
+                        parts, out, first, part, stride, members, head, is_output, v_scale, sinks,
+                        SHAPE, SPLITS,
+                    )  # fmt: skip
+            else:
+                stride = count
+        stride *= SPLITS
 
 
 @triton.jit
@@ -421,7 +432,7 @@ def launch_decode(
         )  # fmt: skip
     tiles = DecodeTiles(
         max(QUERY_ROWS, shape.group_pad), config.tile, workspace.window,
-        merged_splits(shape.group, shape.size), fp16_operands,
+        workspace.splits, fp16_operands,
         _uses_pairs(config, source.qkv, k_cache), source.qkv.is_cuda,
     )  # fmt: skip
     _decode_kernel[(workspace.plan.shape[0],)](

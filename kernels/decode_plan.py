@@ -28,15 +28,13 @@ from aioinfer.kernels.cascade_attention import (
 # sector
 PLAN_FIELDS = 8
 MIN_ROWS_PAD = 256
-# a short row has at most so many parts
-PARTS_OF_SHORT = tl.constexpr(10)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """The compile-time configuration of the decode kernel: KV tokens a tile, warps, pipeline
     stages, programs a multiprocessor; and how rows are split: no part is made longer than
-    `min_tiles` tiles to have fewer of them (`_fewest_tiles`), and rows of up to `whole_tiles` are
+    `part_tiles` tiles to have fewer of them (`_fewest_tiles`), and rows of up to `whole_tiles` are
     not split if there are enough of them to occupy the GPU.
 
     With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
@@ -52,7 +50,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    min_tiles: int
+    part_tiles: int
     fp16_operands: bool = False
     paired_channels: bool = False
     whole_tiles: int = 0
@@ -64,11 +62,18 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
     tile = max(16, min(64, 8192 // bytes_a_token))
     if tile * bytes_a_token > 8192:
-        return DecodeConfig(tile, 4, 2, 2, 1)
+        return DecodeConfig(tile, 4, 2, 2, 4)
     narrow = element_size == 1
     return DecodeConfig(
-        tile, 2, 6, 4, 64, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
+        tile, 2, 6, 4, 4, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
     )
+
+
+def merged_splits(config: DecodeConfig, heads: int, head_size: int) -> int:
+    """Returns how many partial results of `heads` query heads are merged at a time: from 2 to 32,
+    as many as half of the registers of two or four warps hold."""
+    numbers = triton.next_power_of_2(heads) * triton.next_power_of_2(head_size)
+    return max(2, min(32, min(config.num_warps, 4) * 4096 // numbers))
 
 
 class Parts(NamedTuple):
@@ -79,8 +84,8 @@ class Parts(NamedTuple):
             part: the one that the span begins in the middle of, and the one that it ends in the
             middle of.
         maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
-        counters: int32 [P], how many programs have finished their part of the (row, head) that
-            the span of program p ends in the middle of. All zero between launches.
+        counters: int32 [P], how many partial results are there of those that are merged with the
+            one of program p as the second (`store_part`). All zero between launches.
     """
 
     outputs: torch.Tensor
@@ -95,6 +100,7 @@ class DecodeWorkspace:
 
     Attributes:
         config, num_kv_heads, window: the arguments that the buffers and the plan were made for.
+        splits: see `merged_splits`.
         plan: int32 [P, 8], each program's span of the step's tiles.
         parts: the partial results.
         cascade: of the prefix that rows share, or None where it is not looked for.
@@ -103,6 +109,7 @@ class DecodeWorkspace:
     config: DecodeConfig
     num_kv_heads: int
     window: int
+    splits: int
     plan: torch.Tensor
     parts: Parts
     cascade: CascadeWorkspace | None = None
@@ -153,18 +160,22 @@ class DecodeWorkspace:
         window: int,
         device: torch.device,
         programs: int | None = None,
+        *,
+        merged_heads: int | None = None,
     ) -> DecodeWorkspace:
         """Returns a workspace for `kv_heads` groups of `group` query heads whose outputs have
-        `head_size` channels; see `create`."""
+        `head_size` channels, and are merged `merged_heads` heads at a time (by default all of a
+        group); see `create`."""
         if programs is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             programs = processors * config.programs_per_sm
         entries, channels = programs * 2 * group, triton.next_power_of_2(head_size)
+        splits = merged_splits(config, merged_heads or group, head_size)
         floats = torch.empty(entries * (channels + 2), dtype=torch.float32, device=device)
         maxima, sums, outputs = floats.split([entries, entries, entries * channels])
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
-        return cls(config, kv_heads, window, plan, Parts(outputs, maxima, sums, counters))
+        return cls(config, kv_heads, window, splits, plan, Parts(outputs, maxima, sums, counters))
 
 
 @triton.jit
@@ -185,21 +196,20 @@ def tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _fewest_tiles(longest, MIN_TILES: tl.constexpr):
-    """Returns how many tiles a part has at least, where the longest row has `longest`.
-
-    One program reads the tiles of a part one after the other, and one merges a row's parts: with t
-    tiles a part the two take about a t + b longest / t, the least at t = (longest b / a)^1/2. On an
-    H200 b / a is about 1/3 for heads of 128 and of 256 channels (notes/decode-attention.md).
-    """
-    root = tl.sqrt(longest.to(tl.float32) / 3).to(tl.int32)
-    return tl.maximum(tl.minimum(tl.minimum(longest // PARTS_OF_SHORT, root), MIN_TILES), 1)
+def _fewest_tiles(longest, SPLITS: tl.constexpr, PART_TILES: tl.constexpr):
+    """Returns how many tiles a part has at least, where the longest row has `longest`: its parts
+    are merged SPLITS at a time, level by level. One level more takes a program as long as reading
+    about PART_TILES tiles (on an H200: notes/decode-attention.md)."""
+    fewest = tl.maximum(longest, 1)
+    while fewest > PART_TILES:
+        fewest = tl.cdiv(fewest, SPLITS)
+    return fewest
 
 
 @triton.jit
 def _even_span(
-    tiles, longest, num_rows, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr,
-    WHOLE_TILES: tl.constexpr, PROGRAMS: tl.constexpr,
+    tiles, longest, num_rows, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    PART_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Returns how many tiles a program has if all have equally many, but no fewer than are worth a
     part. `longest` is the maximum of the rows' `tiles`.
@@ -207,7 +217,7 @@ def _even_span(
     With enough (row, head) pairs to occupy the GPU one program reads all tiles of a short row
     sooner than several read and merge them.
     """
-    fewest = _fewest_tiles(longest, MIN_TILES)
+    fewest = _fewest_tiles(longest, SPLITS, PART_TILES)
     if 4 * num_rows * KV_HEADS >= PROGRAMS:
         fewest = tl.where(longest <= WHOLE_TILES, longest, fewest)
     return tl.maximum(tl.cdiv(tl.sum(tiles) * KV_HEADS, PROGRAMS), fewest)
@@ -242,7 +252,7 @@ def _at(row, rows, values):
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
 def _plan_kernel(
     seq_lens, plan, num_rows, shared_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, MIN_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, PART_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
     CASCADE: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +265,7 @@ def _plan_kernel(
         tiles = tiles_behind(tiles, shared, TILE)
     tiles = tl.where(rows < num_rows, tiles, 0)
     longest = tl.max(tiles)
-    span = _even_span(tiles, longest, num_rows, KV_HEADS, MIN_TILES, WHOLE_TILES, PROGRAMS)
+    span = _even_span(tiles, longest, num_rows, KV_HEADS, SPLITS, PART_TILES, WHOLE_TILES, PROGRAMS)
     longer, apart = _shortest_apart(tiles, longest, span, KV_HEADS, PROGRAMS)
     span = tl.where(apart, longer, span)
     # Where no program has parts of two pairs, each pair begins with a program's span: they lie in
@@ -311,8 +321,8 @@ def plan_decode(
         seq_lens, workspace.plan, rows, workspace.plan if cascade is None else cascade.rows,
         KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
         TILE=workspace.config.tile,
-        MIN_TILES=workspace.config.min_tiles, WHOLE_TILES=workspace.config.whole_tiles,
-        PROGRAMS=programs,
+        SPLITS=workspace.splits, PART_TILES=workspace.config.part_tiles,
+        WHOLE_TILES=workspace.config.whole_tiles, PROGRAMS=programs,
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
         FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, num_warps=4,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import LOG2_E, HeadShape, softmax_weights, tile_channels
-from aioinfer.kernels.decode_attention import QUERY_ROWS, merged_splits, store_part
+from aioinfer.kernels.decode_attention import QUERY_ROWS, store_part
 from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
     DecodeConfig,
@@ -48,10 +48,10 @@ def latent_config(num_heads: int, element_size: int) -> DecodeConfig:
     take 128 registers of each thread, so that two programs fill a multiprocessor.
     """
     if element_size == 4:
-        return DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=1)
+        return DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, part_tiles=4)
     if head_group(num_heads, element_size) == WIDE_ROWS:
-        return DecodeConfig(tile=32, num_warps=8, num_stages=5, programs_per_sm=1, min_tiles=1)
-    return DecodeConfig(tile=32, num_warps=4, num_stages=5, programs_per_sm=2, min_tiles=1)
+        return DecodeConfig(tile=32, num_warps=8, num_stages=5, programs_per_sm=1, part_tiles=4)
+    return DecodeConfig(tile=32, num_warps=4, num_stages=5, programs_per_sm=2, part_tiles=4)
 
 
 def make_latent_workspace(
@@ -73,8 +73,9 @@ def make_latent_workspace(
     group = head_group(num_heads, cache.element_size())
     config = config or latent_config(num_heads, cache.element_size())
     return DecodeWorkspace.empty(
-        config, num_heads // group, group, tile_channels(latent_size), 0, cache.device, programs
-    )
+        config, num_heads // group, group, tile_channels(latent_size), 0, cache.device, programs,
+        merged_heads=min(QUERY_ROWS, group),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -215,7 +216,7 @@ def latent_decode(
         block_tables.stride(0), cache.stride()[:2],
         SHAPE=shape, ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)), ROTARY=rotary,
         ROTARY_PAD=tile_channels(rotary), TILE=config.tile, FIELDS=PLAN_FIELDS,
-        SPLITS=merged_splits(min(QUERY_ROWS, group), shape.pad), PDL=pdl,
+        SPLITS=workspace.splits, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

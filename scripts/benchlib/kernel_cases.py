@@ -151,7 +151,7 @@ def decode_cases(tune: bool) -> Iterator[Case]:
 
             variant = (
                 f"tile {config.tile} w{config.num_warps} s{config.num_stages} "
-                f"p{config.programs_per_sm} m{config.min_tiles}"
+                f"p{config.programs_per_sm} m{config.part_tiles}"
             )
             yield Case(
                 "decode", f"{name}{kind}", variant, [run], sum(keys) * kv_heads * size * 4,

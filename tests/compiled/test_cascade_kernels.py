@@ -69,8 +69,9 @@ def test_the_decode_kernel_behind_a_prefix() -> None:
     kernel = compile_call(_decode_kernel, config, **arguments)
     check_fits(kernel, shared=SHARED_MEMORY // config.programs_per_sm)
     plan = {
-        "KV_HEADS": KV_HEADS, "WINDOW": 0, "TILE": config.tile, "MIN_TILES": 1, "WHOLE_TILES": 8,
-        "PROGRAMS": 528, "ROWS_PAD": 256, "FIELDS": PLAN_FIELDS, "CASCADE": True,
+        "KV_HEADS": KV_HEADS, "WINDOW": 0, "TILE": config.tile, "SPLITS": 16,
+        "PART_TILES": 1, "WHOLE_TILES": 8, "PROGRAMS": 528, "ROWS_PAD": 256,
+        "FIELDS": PLAN_FIELDS, "CASCADE": True,
     }  # fmt: skip
     types = {"seq_lens": "*i32", "plan": "*i32", "shared_rows": "*i32"}
     compile_kernel(_plan_kernel, types, plan, SimpleNamespace(num_warps=4))

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.attention_tiles import CacheArguments, HeadShape, ScoreArguments
-from aioinfer.kernels.decode_attention import DecodeTiles, _decode_kernel, merged_splits
-from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, decode_config
+from aioinfer.kernels.decode_attention import DecodeTiles, _decode_kernel
+from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, decode_config, merged_splits
 from aioinfer.kernels.prefill_attention import _prefill_kernel, prefill_config
 from aioinfer.kernels.projection import Rotation
 from aioinfer.kernels.qk_norm_rope_cache import (
@@ -49,8 +49,8 @@ def decode_arguments(
     weights = empty(torch.bfloat16), empty(torch.bfloat16)
     rotation = Rotation(torch.empty(1, head_size), *weights)
     shape = HeadShape(KV_HEADS, group, head_size, group, head_size, 128)
-    tile = decode_config(head_size, 1 if is_float8 else 2).tile
-    splits = merged_splits(group, head_size)
+    config = decode_config(head_size, 1 if is_float8 else 2)
+    splits = merged_splits(config, group, head_size)
     return {
         "q": empty(torch.bfloat16), "out": empty(torch.bfloat16), "q_stride": 6144,
         "out_stride": 4096, "positions": None, "axis_stride": 0,
@@ -64,7 +64,7 @@ def decode_arguments(
         "scores": ScoreArguments(1.0, None, empty() if has_sinks else None),
         "rotation": rotation.arguments if projected else None, "prefix": None,
         "SHAPE": shape, "ROTATION": rotation.config if projected else None,
-        "TILES": DecodeTiles(16, tile, 0, splits, fp16_operands, paired, paired),
+        "TILES": DecodeTiles(16, config.tile, 0, splits, fp16_operands, paired, paired),
         "PREFIX": None, "FIELDS": PLAN_FIELDS, "PDL": True,
     }  # fmt: skip
 

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.attention_tiles import HeadShape
-from aioinfer.kernels.decode_attention import QUERY_ROWS, merged_splits
-from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts
+from aioinfer.kernels.decode_attention import QUERY_ROWS
+from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, merged_splits
 from aioinfer.kernels.latent_attention import _latent_decode_kernel, head_group, latent_config
 from aioinfer.kernels.latent_cache import _latent_cache_kernel
 from aioinfer.kernels.latent_prefill import ITEM_FIELDS, _latent_prefill_kernel, tile_config
@@ -52,7 +52,7 @@ def test_decodes(num_heads: int, instruction: str) -> None:
         out_stride=num_heads * 512, table_stride=320, cache_strides=(128 * 576, 576),
         SHAPE=HeadShape(num_heads // group, group, 512, QUERY_ROWS, 512, 128), ROWS=group,
         ROTARY=64, ROTARY_PAD=64, TILE=config.tile, FIELDS=PLAN_FIELDS,
-        SPLITS=merged_splits(QUERY_ROWS, 512), PDL=True,
+        SPLITS=merged_splits(config, QUERY_ROWS, 512), PDL=True,
     )  # fmt: skip
     assert instruction in kernel.asm["ptx"]
     tile_bytes = config.tile * 576 * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, merged_splits, plan_decode
 from cases import (
     ROTATIONS,
     AttentionCase,
@@ -20,7 +20,7 @@ from cases import (
 )
 from channel_cases import expand_all_words
 
-SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
+SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, part_tiles=1)
 
 
 def attention_error(rows: list[tuple[int, int]], *shape: int, **options: object) -> float:
@@ -34,6 +34,16 @@ def test_decodes_of_several_lengths_on_fewer_programs_than_tiles() -> None:
 
 def test_one_long_row_is_split_over_all_programs() -> None:
     assert attention_error([(1, 300)], 4, 1, 64, 16, programs=16) < 1e-5
+
+
+def test_parts_of_a_long_row_are_merged_in_levels() -> None:
+    """17 and 5 parts, 4 merged at a time: three levels, of which the last merges the first 16
+    parts with one, and two levels."""
+    case = AttentionCase(
+        [(1, 260), (1, 70)], 8, 1, 512, 16, torch.float32, "cpu", config=SMALL, programs=22
+    )
+    assert merged_splits(SMALL, 8, 512) == 4
+    assert error(attention(case)) < 1e-5
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])

@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.extended
 
-SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
+SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, part_tiles=1)
 CASCADE = CascadeConfig(
     rows=16, tile=16, programs_per_sm=1, max_splits=4, min_split=16, min_rows=2, min_saved=16
 )

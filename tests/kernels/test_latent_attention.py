@@ -11,7 +11,7 @@ from latent_cases import LatentCase, cache_write, decode, prefill
 
 pytestmark = pytest.mark.extended
 
-SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=1)
+SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, part_tiles=1)
 LENGTHS = [5, 40, 0, 90, 17, 1]
 
 
