@@ -131,31 +131,38 @@ DECODE_SHAPES = {
 
 
 def decode_cases(tune: bool) -> Iterator[Case]:
-    """Decode attention over 64-token blocks."""
+    """Decode attention from projections, with norms and RoPE, over blocks of 64 tokens, as in the
+    layers of a model; in as many caches as exceed the L2 cache together."""
     for (kind, heads), (name, keys) in itertools.product(
         DECODE_HEADS.items(), DECODE_SHAPES.items()
     ):
         q_heads, kv_heads, size = heads
-        k, v, tables = paged(keys, kv_heads, size, 64)
-        q, lens = random_tensor(len(keys), q_heads, size), ints(keys)
+        num_bytes = sum(keys) * kv_heads * size * 4
+        caches = [paged(keys, kv_heads, size, 64) for _ in range(max(1, 2**28 // num_bytes))]
+        lens, qkv = ints(keys), random_tensor(len(keys), (q_heads + 2 * kv_heads) * size)
+        # a rotation by no angle: the check takes the queries as they are, normed
+        angles = torch.tensor([1.0, 0.0], device=DEVICE).repeat_interleave(size // 2)
+        weight = torch.ones(size, dtype=BF16, device=DEVICE)
+        rotation = Rotation(angles.expand(max(keys), -1).contiguous(), weight, weight)
+        queries = qkv[:, : q_heads * size].view(-1, q_heads, size)
+        normed = torch.nn.functional.rms_norm(queries.float(), (size,), eps=1e-6)
         for config in _decode_configs(size, tune):
-            workspace = DecodeWorkspace.create(q_heads, k, config=config)
+            workspace = DecodeWorkspace.create(q_heads, caches[0][0], config=config)
             plan_decode(workspace, lens)
-            out = torch.full_like(q, float("nan"))
-
-            def run(k=k, v=v, q=q, tables=tables, lens=lens, out=out, workspace=workspace) -> None:
-                launch_decode(q, k, v, tables, lens, out, workspace, scores=SCORES)
-
-            def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
-                return attention_check(q, out, k, v, tables, [1] * len(keys), keys)
-
+            out = torch.full_like(queries, float("nan"))
+            run = partial(
+                launch_decode, queries, seq_lens=lens, out=out, workspace=workspace,
+                scores=ScoreArguments(size**-0.5 * LOG2_E), projection=Projection(qkv, rotation),
+            )  # fmt: skip
+            runs = [partial(run, k, v, tables) for k, v, tables in caches]
             variant = (
                 f"tile {config.tile} w{config.num_warps} s{config.num_stages} "
-                f"p{config.programs_per_sm} m{config.part_tiles}"
+                f"p{config.programs_per_sm} t{config.part_tiles}"
             )
             yield Case(
-                "decode", f"{name}{kind}", variant, [run], sum(keys) * kv_heads * size * 4,
-                4 * size * q_heads * sum(keys), check,
+                "decode", f"{name}{kind}", variant, runs, num_bytes,
+                4 * size * q_heads * sum(keys),
+                partial(attention_check, normed, out, *caches[0], [1] * len(keys), keys),
             )  # fmt: skip
 
 
@@ -163,9 +170,9 @@ def _decode_configs(head_size: int, tune: bool) -> list[DecodeConfig]:
     if not tune:
         return [decode_config(head_size, 2)]
     if head_size == 128:
-        options = itertools.product((32, 64), (4, 8), (4, 5, 6, 7, 8), (1, 2, 3), (2,))
+        options = itertools.product((32, 64), (4, 8), (4, 5, 6, 7, 8), (1, 2, 3), (2, 4, 8))
     else:
-        options = itertools.product((16, 32), (2, 4), (4, 6), (2, 4), (4, 8, 16, 32))
+        options = itertools.product((16, 32), (2, 4), (4, 6), (2, 4), (2, 4, 8))
     return [DecodeConfig(*option) for option in options]
 
 
