@@ -2,7 +2,8 @@
 `paged_attention`.
 
 The tiles of a (row, head) may lie in the spans of several programs (`decode_plan`): each leaves a
-partial result, and the last of them to finish merges these, always in the same order.
+partial result. Neighbouring results are merged by the last program of them to finish, and these
+results in turn (`store_part`), always in the same order.
 
 The kernel can take the output of the fused qkv projection as it is (`Projection`): each program
 applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
