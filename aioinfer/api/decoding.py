@@ -35,6 +35,8 @@ MAX_PROMPTS = 2048
 MAX_VALUES = 50_000
 #: Token ids in one body: they are decoded in 25 ms.
 MAX_TOKEN_IDS = 2**19
+#: The pattern of texts without control characters, also at the end. Errors say so in words.
+NO_CONTROLS = r"^[^\x00-\x1f\x7f]*(?![\s\S])"
 
 #: Longer bodies are not decoded once more for the value that an error quotes.
 _MAX_QUOTED_BODY = 64 * 1024
@@ -294,18 +296,17 @@ def _wrong_field(message: str, raw: bytes, kind: Any) -> RequestError:
     elif full_path.endswith("[...]"):
         place = f"each value in {place}"
     value = "" if found["key"] or not path else _quoted_at(raw, full_path)
+    quoted, code = f", not {value}" if value else "", "invalid_value"
     if wrong := _WRONG_TYPE.fullmatch(what):
         text = f"{place} must be {_expected(wrong[1])}, not {_NAMES.get(wrong[2], wrong[2])}"
         quoted, code = f": {value}" if value else "", "invalid_type"
     elif wrong := _WRONG_VALUE.fullmatch(what):
-        text = f"{place} must be {_expected(wrong[1])} {wrong[2]}"
-        quoted, code = f", not {value}" if value else "", "invalid_value"
+        rule = wrong[2].replace(f"matching regex {NO_CONTROLS!r}", "without control characters")
+        text = f"{place} must be {_expected(wrong[1])} {rule}"
     elif values := _values_at(kind, full_path):
         text = f"{place} must be one of {', '.join(map(repr, values))}"
-        quoted, code = f", not {value}" if value else "", "invalid_value"
     else:
-        text = f"{place}: {what[:1].lower()}{what[1:]}"
-        quoted, code = "", "invalid_value"
+        text, quoted = f"{place}: {what[:1].lower()}{what[1:]}", ""
     return RequestError(text + quoted, param=path or None, code=code, logged=text)
 
 

@@ -96,7 +96,8 @@ async def test_answers_name_the_weights(trained: Served, other: Path) -> None:
     assert second["choices"][0]["token_ids"] != first["choices"][0]["token_ids"]
     await call(trained, "/update_weight_version", new_version="best")
     for broken in ("a\n", "\0b"):  # no response could have it as a header
-        await call(trained, "/update_weight_version", 400, new_version=broken)
+        error = await call(trained, "/update_weight_version", 400, new_version=broken)
+        assert "must be a string without control characters, not" in error["error"]["message"]
     assert await trained.get("/weight_info", headers=ADMIN) == {"weight_version": "best"}
     error = await call(trained, "/update_weights_from_disk", 400, model_path="/nowhere")
     assert error["error"]["param"] == "model_path"

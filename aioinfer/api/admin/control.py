@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 
 from aioinfer.api.admin.info import Status
 from aioinfer.api.context import MODEL, MODELS, ModelQuery, frontend_of
-from aioinfer.api.decoding import Body
+from aioinfer.api.decoding import NO_CONTROLS, Body
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.model_control import Mode, ModelControl, Tag
@@ -27,9 +27,8 @@ from aioinfer.errors import ConfigError, FieldError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
-#: The name of weights. Responses have it as a header, where control characters are forbidden, also
-#: a line break at the end.
-Version = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*(?![\s\S])")]
+#: The name of weights. Responses have it as a header, where control characters are forbidden.
+Version = Annotated[str, Meta(max_length=256, pattern=NO_CONTROLS)]
 
 
 class PauseQuery(ModelQuery, kw_only=True):
