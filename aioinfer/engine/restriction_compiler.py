@@ -79,8 +79,12 @@ class RestrictionCompiler:
         if not params.is_restricted:
             return None
         grammar = None
-        if params.grammar is not None:
-            grammar = await self._compile_grammar(params.grammar)
+        if (spec := params.grammar) is not None:
+            if spec.whitespace:  # first by itself, so that its error names its own field
+                place, dot, _ = spec.param.rpartition(".")
+                field = f"{place}{dot}whitespace_pattern"
+                await self._compile_grammar(GrammarSpec("regex", spec.whitespace, param=field))
+            grammar = await self._compile_grammar(spec)
             await self._add_parsers(grammar, params.n)
         filters: list[TokenFilter] = []
         if params.allowed_token_ids is not None or params.bad_words:

@@ -47,7 +47,7 @@ def grammar_text(spec: GrammarSpec, is_special: Callable[[str], bool]) -> str:
         case "json_schema":
             return _schema_text(_schema(_parse(spec.source)), whitespace)
         case "regex":
-            _check_pattern(spec.source, "a regular expression")
+            _check_pattern(spec.source)
             return llguidance.LLMatcher.grammar_from_regex(spec.source)
         case "choice":
             return llguidance.LLMatcher.grammar_from_lark(_choice(_parse(spec.source)))
@@ -75,17 +75,17 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _whitespace(pattern: str | None) -> JsonCompileOptions:
-    """Returns llguidance's options for the white space between the tokens of JSON."""
-    if pattern is None:
-        return {"whitespace_pattern": DEFAULT_WHITESPACE}
-    _check_pattern(pattern, "whitespace_pattern")
+    """Returns llguidance's options for the white space between the tokens of JSON, of a pattern
+    that has been compiled by itself."""
+    pattern = DEFAULT_WHITESPACE if pattern is None else pattern
     return {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
 
 
-def _check_pattern(pattern: str, what: str) -> None:
+def _check_pattern(pattern: str) -> None:
     if len(pattern) > MAX_PATTERN_CHARS:
         raise RequestError(
-            f"{what} may have at most {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
+            f"a regular expression may have at most {MAX_PATTERN_CHARS} characters, not "
+            f"{len(pattern)}"
         )
 
 
@@ -147,7 +147,7 @@ def _lark(source: str) -> str:
         )
     for line in source.splitlines():
         for pattern in line.split("/"):
-            _check_pattern(pattern, "a regular expression")
+            _check_pattern(pattern)
     if found := _LARK_OPTION.search(source):
         raise RequestError(f"the attribute {found[1]} of a rule is not supported")
     if "x-guidance" in source:
