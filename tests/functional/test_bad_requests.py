@@ -66,6 +66,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [1, 49152]}, "tokens"),
 ]  # fmt: skip
 
 #: Of a beam search, which cannot be streamed.

@@ -87,8 +87,7 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> TokenizeReply
             await template_messages(body.messages), max_tokens=limit, **template_options(body)
         )
     elif body.content is not None:
-        special = bool(body.add_special)
-        ids = await encode_prompt(frontend, body.content, special, max_tokens=limit)
+        ids = await encode_prompt(frontend, body.content, bool(body.add_special), max_tokens=limit)
     else:
         ids = await frontend.encode(
             body.prompt or "", body.add_special_tokens is not False, max_tokens=limit
@@ -109,16 +108,17 @@ async def detokenize(request: web.Request, body: DetokenizeRequest) -> Detokeniz
     """Returns the text of token ids, special tokens included: as `prompt`, and to a request without
     a `model` as `content` as well, where llama.cpp's clients look for it."""
     frontend = frontend_of(request)
-    tokenizer = frontend.require_tokenizer("tokens")
+    tokenizer, vocab_size = frontend.require_tokenizer("tokens"), frontend.vocab_size
 
     def make() -> DetokenizeReply:
+        if any(token >= vocab_size for token in body.tokens):
+            raise FieldError("tokens", f"hold a token id outside of 0 to {vocab_size - 1}")
         table = tokenizer.token_bytes(False)
         if sum(len(table[token]) for token in body.tokens) > MAX_TEXT_BYTES:
             raise FieldError("tokens", f"stand for a text of more than {MAX_TEXT_BYTES} bytes")
         text = tokenizer.decode(body.tokens, False)
-        pieces = range(0, len(text), _WRITTEN)
-        written = [encode(text[start : start + _WRITTEN])[1:-1] for start in pieces]
-        shown: Any = msgspec.Raw(b"".join([b'"', *written, b'"']))
+        parts = [encode(text[i : i + _WRITTEN])[1:-1] for i in range(0, len(text), _WRITTEN)]
+        shown: Any = msgspec.Raw(b'"%b"' % b"".join(parts))
         return DetokenizeReply(prompt=shown, content=shown if body.model is None else UNSET)
 
     return await asyncio.to_thread(make)
