@@ -304,14 +304,14 @@ def _wrong_field(message: str, raw: bytes, kind: Any) -> RequestError:
         rule = wrong[2].replace(f"matching regex {NO_CONTROLS!r}", "without control characters")
         text = f"{place} must be {_expected(wrong[1])} {rule}"
     elif values := _values_at(kind, full_path):
-        text = f"{place} must be one of {', '.join(map(repr, values))}"
+        text = f"{place} must be one of {', '.join(values)}"
     else:
         text, quoted = f"{place}: {what[:1].lower()}{what[1:]}", ""
     return RequestError(text + quoted, param=path or None, code=code, logged=text)
 
 
-def _values_at(kind: Any, path: str) -> list[Any]:
-    """Returns the values that a type has at a path, where these are listed."""
+def _values_at(kind: Any, path: str) -> list[str]:
+    """Returns the texts of the values that a type has at a path, where these are listed."""
     kinds = _alternatives(kind)
     for name, _, _ in _STEP.findall(path):
         inner: list[Any] = []
@@ -324,7 +324,8 @@ def _values_at(kind: Any, path: str) -> list[Any]:
             elif not name and get_origin(each) is list:
                 inner += get_args(each)
         kinds = [each for type in inner for each in _alternatives(type)]
-    return [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+    values = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+    return [*map(repr, values)] + ["true", "false"] * (bool in kinds)
 
 
 def _alternatives(kind: Any) -> list[Any]:

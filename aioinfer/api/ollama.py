@@ -143,7 +143,7 @@ class OllamaBody(Tagged, protocol.GenerationBody, kw_only=True):
 
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
-    think: bool | str | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     keep_alive: str | float | None = None

@@ -182,6 +182,21 @@ async def test_embeddings_in_the_older_form(served: Served) -> None:
     assert found == pytest.approx(reference["data"][0]["data"], abs=1e-3)
 
 
+@pytest.mark.parametrize(("path", "ask"), [("chat", {"messages": []}), ("generate", {})])
+async def test_levels_of_thinking(served: Served, path: str, ask: dict[str, Any]) -> None:
+    """Those that Ollama's server has for every model."""
+    for level in (True, False, None, "low", "medium", "high", "max"):
+        reply = await served.post(f"/api/{path}", **ask, stream=False, think=level)
+        assert reply["done_reason"] == "load"
+    for wrong in ("loud", "", "true", "High"):
+        reply = await served.post(f"/api/{path}", 400, **ask, stream=False, think=wrong)
+        values = "'low', 'medium', 'high', 'max', true, false"
+        assert reply["error"] == f'think must be one of {values}, not "{wrong}"'
+    for wrong in (1, ["low"]):
+        reply = await served.post(f"/api/{path}", 400, **ask, stream=False, think=wrong)
+        assert reply["error"].startswith("think must be a boolean or a string, not")
+
+
 async def test_errors_are_texts(served: Served) -> None:
     reply = await served.post("/api/chat", status=404, model="other", messages=ASK)
     assert "does not exist" in reply["error"]
