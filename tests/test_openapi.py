@@ -96,6 +96,12 @@ async def test_names_and_replies_that_a_reader_sees() -> None:
     reply = found["paths"]["/rerank"]["post"]["responses"]["200"]["content"]["application/json"]
     kinds = [each.get("type", "object") for each in reply["schema"]["anyOf"]]
     assert sorted(kinds) == ["array", "object"]
+    # a chat in one piece and its chunks have fields of their own
+    schemas = found["components"]["schemas"]
+    whole, chunk = (set(schemas[name]["properties"]) for name in ("ChatCompletion", "ChatChunk"))
+    assert (whole - chunk, chunk - whole) == ({"prompt_logprobs"}, {"prompt_progress", "timings"})
+    choices = [set(schemas[name]["properties"]) for name in ("ChatChoice", "ChatChunkChoice")]
+    assert choices[0] ^ choices[1] == {"message", "delta"}
 
 
 async def test_it_is_a_document_of_openapi_3_1() -> None:

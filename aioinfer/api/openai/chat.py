@@ -152,11 +152,12 @@ class ChatChoice(chunks.Choice, kw_only=True):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(chunks.Chunk, kw_only=True):
+class ChatCompletion(chunks.Envelope, kw_only=True):
     """The reply of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: Sequence[ChatChoice]
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
 
 
 class ChatWriter(chunks.ChunkWriter):
@@ -178,9 +179,8 @@ class ChatWriter(chunks.ChunkWriter):
 
     def opening(self) -> Iterator[bytes]:
         """See `ChunkWriter.opening`: the first chunk names the role, and has the prompt's ids."""
-        prompt = UNSET if self._prompt_token_ids is None else self._prompt_token_ids
         role = replace(self.empty, delta=AssistantMessage(role="assistant", content=""))
-        yield self.event(role, prompt_token_ids=prompt)
+        yield self.event(role, prompt_token_ids=self._prompt_token_ids)
 
     def choices(self, delta: Delta) -> Iterator[chunks.Choice]:
         """See `ChunkWriter.choices`."""

@@ -81,10 +81,8 @@ class Choice(Struct, kw_only=True):
     features: dict[str, Any] | UnsetType = UNSET
 
 
-class Chunk(Struct, kw_only=True):
-    """An event of a stream, or a reply in one piece, which has all of it; `created` is in Unix
-    seconds. Where the client wants the usage, it is null in all chunks but the last one, unless
-    each is to have the usage so far."""
+class Envelope(Struct, kw_only=True):
+    """The fields that replies in one piece and chunks have; `created` is in Unix seconds."""
 
     id: str
     object: str
@@ -93,9 +91,14 @@ class Chunk(Struct, kw_only=True):
     system_fingerprint: str | None
     choices: Sequence[Choice] = ()
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
-    prompt_progress: PromptProgress | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
+
+
+class Chunk(Envelope, kw_only=True):
+    """An event of a stream. Where the client wants the usage, it is null in all chunks but the last
+    one, unless each is to have the usage so far."""
+
+    prompt_progress: PromptProgress | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
 
 
@@ -180,9 +183,8 @@ class ChunkWriter(ChoiceWriter):
         wanted = dialect.body.usage
         self._names, self._chunk = dialect.names, dialect.chunk
         self._output, self._num_computed = output, 0  # tokens of the prompt, as reported
-        self._prompt_token_ids: Sequence[int] | None = (
-            output.prompt_token_ids if dialect.with_ids else None
-        )
+        ids = output.prompt_token_ids if dialect.with_ids else UNSET
+        self._prompt_token_ids: Sequence[int] | UnsetType = ids
         self._with_usage = bool(wanted.include_usage and wanted.continuous_usage_stats)
         self._is_open = False
         #: The bytes around the text of a chunk that has a text alone, and their number, once all
@@ -192,7 +194,7 @@ class ChunkWriter(ChoiceWriter):
     @property
     def can_be_plain(self) -> bool:
         """Whether the chunks of all tokens without log-probabilities have a text alone."""
-        return self._prompt_token_ids is None and not self._with_usage
+        return self._prompt_token_ids is UNSET and not self._with_usage
 
     def progress(self) -> bytes:
         """See `ChoiceWriter.progress`."""
@@ -256,7 +258,7 @@ class ChunkWriter(ChoiceWriter):
         fields: dict[str, Any] = {}
         if delta.logprobs:
             fields["logprobs"] = self.logprobs(delta)
-        if self._prompt_token_ids is not None:
+        if self._prompt_token_ids is not UNSET:
             fields["token_ids"] = delta.token_ids
         return fields
 
