@@ -3,9 +3,9 @@ router chooses, and the reply back as it comes.
 
 It is what clients see of a deployment: TLS, allowed hosts and the bounds on connections and bodies
 are its own, by the same code as a server's (`api.http.connections`, `api.http.listener`).
-Everything else is the replicas': API keys, limits, errors and all endpoints. Only the state of a
-single replica (files, batches, stored responses and conversations, pauses) is not available through
-a gateway.
+Everything else is the replicas': API keys, limits, errors and all endpoints; `/load` is the sum of
+theirs. Only the state of a single replica (files, batches, stored responses and conversations,
+pauses) is not available through a gateway.
 
 A request that a replica has refused before anything was done for it (it leaves, its queue is full,
 nothing listens there any more) goes to another. So does one whose replica is lost, unless its
@@ -40,6 +40,7 @@ from prometheus_client import (
 )
 from yarl import URL
 
+from aioinfer.api.admin.info import Load
 from aioinfer.api.context import MAX_BYTES, HeldBody, RequestBodies
 from aioinfer.api.errors import SERVER_NAME, error_response, json_response
 from aioinfer.api.event_stream import decode_handover
@@ -62,6 +63,8 @@ _MAX_TRIES = 4
 #: Serve starts in its place; how often it looks.
 _MAX_WAIT_S, _LOOK_S = 30.0, 0.5
 _CONNECT_S = 5.0
+#: How long the replicas may take to tell their loads.
+_LOAD_S = 2.0
 #: A prompt of fewer tokens that are not in the cache is computed where it is generated.
 MIN_HANDED_OVER = 256
 #: How long another replica may take for a prompt: seconds, and one more for so many tokens.
@@ -123,6 +126,17 @@ def _is_kept(method: str, path: str) -> bool:
     if method == "GET" and path == "/v1/chat/completions":
         return True
     return path.startswith(_KEPT) and path != "/v1/responses/input_tokens"
+
+
+def _sum_of(loads: Sequence[Load]) -> Load:
+    """Returns the load of several replicas: that of a server with all of their engines."""
+    return Load(
+        server_load=sum(load.server_load for load in loads),
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        kv_cache_usage=max(load.kv_cache_usage for load in loads),
+        paused=all(load.paused for load in loads),
+    )
 
 
 class GatewayMetrics:
@@ -304,7 +318,10 @@ class Gateway:
                 began = time.perf_counter()
                 prompt = await self._reader.read(path, body)
                 self.metrics.reading.observe(time.perf_counter() - began)
-            return await self._pass_on(Relay(request, target, body, prompt, self._token))
+            relay = Relay(request, target, body, prompt, self._token)
+            if request.method == "GET" and path == "/load" and (loads := await self._loads(relay)):
+                return json_response(_sum_of(loads))
+            return await self._pass_on(relay)
 
     def _own(self, path: str) -> web.StreamResponse | None:
         """Returns the gateway's own answer, or None for a request that a replica answers."""
@@ -326,6 +343,24 @@ class Gateway:
                     headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
                 )
         return None
+
+    async def _loads(self, relay: Relay) -> list[Load]:
+        """Returns what the replicas answer that do answer a request for their load."""
+        headers, _ = relay.message()
+        timeout = aiohttp.ClientTimeout(total=_LOAD_S)
+
+        async def ask(base: str) -> Load | None:
+            url = URL(base + relay.target, encoded=True)
+            try:
+                async with self._http.get(
+                    url, headers=headers, allow_redirects=False, timeout=timeout
+                ) as reply:
+                    return msgspec.json.decode(await reply.read(), type=Load)
+            except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+                return None  # the replica is gone or leaves, or it refuses the key
+
+        urls = [url for members in self._members for url in members.urls.values()]
+        return [load for load in await asyncio.gather(*map(ask, urls)) if load is not None]
 
     def _has_key(self, request: web.BaseRequest) -> bool:
         """Whether a replica will serve a request: only then its prompt is encoded."""

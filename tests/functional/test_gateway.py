@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from aioinfer.config import load_config
 from aioinfer.gateway import members, reporter
 from aioinfer.gateway.proxy import Gateway
-from aioinfer.gateway.replica import ReplicaServer
+from aioinfer.gateway.replica import Address, ReplicaServer
 from tests.functional.chromium import EXECUTABLE, open_page
 from tests.gpu.random_models import random_model
 from tests.waiting import until
@@ -82,8 +83,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+async def load_of(found: Fleet) -> dict[str, object]:
+    async with found.http.get("/load") as response:
+        assert response.status == 200
+        reply: dict[str, object] = await response.json()
+        return reply
+
+
+async def check_load(found: Fleet) -> None:
+    """Checks that the load is that of all replicas that answer."""
+    async with AsyncExitStack() as streams:
+        names = []
+        for n in range(4):
+            body = {"prompt": text(n, 8), "max_tokens": 4000, "stream": True, "ignore_eos": True}
+            response = await streams.enter_async_context(
+                found.http.post("/v1/completions", json=body)
+            )
+            streams.callback(response.close)
+            await response.content.readuntil(b"\n\n")
+            names.append(response.headers["X-Aioinfer-Replica"])
+        assert {*names} == {"a", "b"}
+        load = await load_of(found)
+        assert (load["server_load"], load["running"], load["waiting"]) == (4, 4, 0)
+        for replica, are_all in zip(found.replicas, (False, True), strict=True):
+            await replica._frontend.control.pause("keep")
+            assert (await load_of(found))["paused"] == are_all
+        for replica in found.replicas:
+            replica._frontend.control.resume()
+    await until(lambda: not any(replica.load().running for replica in found.replicas))
+    assert (await load_of(found))["server_load"] == 0
+
+
 async def test_prefixes_streams_and_a_replica_that_leaves(folder: Path) -> None:
     async with fleet(folder) as found:
+        silent = SimpleNamespace(address=Address("c", "http://127.0.0.1:1", ""))
+        found.members.append(silent)  # type: ignore[arg-type]
+        try:
+            await until(lambda: "c" in found.gateway._members[0].urls)
+            await check_load(found)
+        finally:
+            found.members.remove(silent)  # type: ignore[arg-type]
         prefix = text(1, 320)
         first = await found.complete(prefix + text(2, 8))
         await asyncio.sleep(0.3)
@@ -221,6 +260,10 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
             async with http.get(path) as response:
                 assert response.status == 501
                 assert response.headers["Server"] == "aioinfer"
+        async with http.get("/load") as response:
+            assert response.status == 401, "the replicas ask for a key"
+        async with http.get("/load", headers={"Authorization": "Bearer key"}) as response:
+            assert (await response.json())["server_load"] == 0
         kept = {"previous_response_id": "x_1", "conversation": "x_1", "background": True}
         for field, value in kept.items():
             async with http.post("/v1/responses", json={"input": "a", field: value}) as response:

@@ -215,7 +215,7 @@ def test_a_request_that_is_given_up_is_aborted(deployment: Deployment) -> None:
     while time.monotonic() < deadline:
         begun = time.monotonic()
         load = HTTPConnection("127.0.0.1", deployment.url.port or 0, timeout=10)
-        load.request("GET", "/load")  # of the replica that has least to do
+        load.request("GET", "/load")  # of all replicas
         idle = json.loads(load.getresponse().read())["server_load"] == 0
         load.close()
         if idle and all_idle(deployment):
