@@ -22,7 +22,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="URL",
-        help="of a server that generates (repeatable)",
+        help="of a server that generates (repeatable); what servers have cached is not known: each "
+        "request goes to the one with the fewest of this gateway's requests under way",
     )
     parser.add_argument(
         "--prefill",
