@@ -40,6 +40,7 @@ _broadcast = TritonSemantic.broadcast_impl_value
 _check_operands = TritonSemantic.binary_op_type_checking_impl
 _make_tensor = TritonSemantic.to_tensor
 _where = TritonSemantic.where
+_expand_others = TritonSemantic.expand_dims
 _COMPARISONS = {
     "greater_than": np.greater, "greater_equal": np.greater_equal, "less_than": np.less,
     "less_equal": np.less_equal, "equal": np.equal, "not_equal": np.not_equal,
@@ -47,7 +48,10 @@ _COMPARISONS = {
 _OPERATIONS = _COMPARISONS | {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _unwrap_all = core._unwrap_if_constexpr
 #: Types whose objects contain no `constexpr`.
-_PLAIN = frozenset({core.tensor, core.dtype, core.pointer_type, int, float, bool, type(None)})
+_PLAIN = frozenset({
+    core.tensor, core.dtype, core.pointer_type, core.block_type, int, float, bool, str, slice,
+    type(None),
+})  # fmt: skip
 #: Of a tensor without dimensions: its shape and its number of elements.
 _SCALAR = (core.tuple(()), tl.constexpr(1))
 
@@ -69,6 +73,7 @@ def install() -> None:
     TritonSemantic.binary_op_type_checking_impl = _prepare_operands
     TritonSemantic.to_tensor = _keep_tensor
     TritonSemantic.where = _select
+    TritonSemantic.expand_dims = _expand
     for name, operation in _OPERATIONS.items():
         setattr(TritonSemantic, name, _operate(name, operation))
     interpreter.TensorHandle.__init__ = _describe_handle
@@ -171,13 +176,18 @@ def _describe_block(kind: Any, element_ty: Any, shape: Any) -> None:
     kind.name = _name_of(numbers, element_ty.name)
 
 
-def _with_element(kind: Any, element: Any) -> Any:
-    """Stands in for `block_type.with_element_ty`."""
+def _block(element: Any, numbers: tuple[int, ...]) -> Any:
+    """Returns the type of a block of elements."""
     made = core.block_type.__new__(core.block_type)
     made.element_ty = element
-    made.shape, made.numel, made.in_tensor = kind.shape, kind.numel, kind.in_tensor
-    made.name = _name_of(tuple(kind.shape.values), element.name)
+    made.shape, made.numel, made.in_tensor = _shape_of(numbers)
+    made.name = _name_of(numbers, element.name)
     return made
+
+
+def _with_element(kind: Any, element: Any) -> Any:
+    """Stands in for `block_type.with_element_ty`."""
+    return _block(element, tuple(kind.shape.values))
 
 
 def _equal_types(kind: Any, other: Any) -> bool:
@@ -259,7 +269,10 @@ def _operate(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
 
     def operate(semantic: Any, left: Any, right: Any, *flags: Any, **options: Any) -> Any:
         left, right = _prepare_operands(semantic, left, right, takes_pointer, name == "add")
-        if left.dtype.name not in _KEPT or left.dtype.name == "int1":
+        kept = left.dtype.name
+        if kept not in _KEPT or kept == "int1":
+            if name == "add" and left.dtype.is_ptr() and right.dtype.name in _KEPT_INTEGERS:
+                return core.tensor(_advance(left.handle, right.handle.data), left.type)
             return original(semantic, left, right, *flags, **options)
         handle = _compute(None, left.handle, right.handle, operation)
         return core.tensor(
@@ -267,6 +280,23 @@ def _operate(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return operate
+
+
+def _advance(pointer: Any, elements: np.ndarray) -> Any:
+    """Returns the handle of pointers to elements behind those of a pointer, as `create_addptr`."""
+    size = _bytes_of(pointer.dtype.element_ty)
+    data = pointer.data + elements.astype(np.uint64) * np.uint64(size)
+    return interpreter.TensorHandle(data, pointer.dtype)
+
+
+def _expand(semantic: Any, tensor: Any, axis: int) -> Any:
+    """Stands in for `expand_dims`."""
+    if type(tensor.type) is not core.block_type or axis < 0:
+        return _expand_others(semantic, tensor, axis)
+    numbers = tuple(tensor.type.shape.values)
+    data = tensor.handle.data[(slice(None),) * axis + (None,)]
+    kind = _block(tensor.dtype, (*numbers[:axis], 1, *numbers[axis:]))
+    return core.tensor(interpreter.TensorHandle(data, tensor.handle.dtype.scalar), kind)
 
 
 def _select(semantic: Any, condition: Any, left: Any, right: Any) -> Any:
@@ -291,12 +321,11 @@ def _give_shape(left: Any, right: Any) -> tuple[Any, Any]:
         of_each = [tuple(each.value for each in of.shape) for of in (left, right)]
         numbers = _common_shapes[key] = np.broadcast_shapes(*of_each)
     shape = _shape_of(numbers)[2][0]
-    return tuple(
-        each
-        if each.shape is shape
-        else core.tensor(each.handle, core.block_type(each.dtype, numbers))
-        for each in (left, right)
-    )
+    if left.shape is not shape:
+        left = core.tensor(left.handle, _block(left.dtype, numbers))
+    if right.shape is not shape:
+        right = core.tensor(right.handle, _block(right.dtype, numbers))
+    return left, right
 
 
 #: The shapes of two operands by `id`, and the shape of their result.
