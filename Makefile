@@ -85,10 +85,11 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 .PHONY: test-extended
 LATER := tests/functional/test_picture_attacks.py tests/test_bench_executors.py
 # Each process of pytest-xdist imports all files that it is given.
+APART := tests/kernels/% tests/models/% $(LATER)
 EXTENDED := $(sort $(shell grep -rlE --include 'test_*.py' 'mark\.extended|hostile_files' tests))
 
 test-extended: $(VENV)/.test
-	$(PYTEST) --dist loadfile -m extended $(filter-out tests/kernels/% $(LATER),$(EXTENDED)) $(ARGS)
+	$(PYTEST) --dist loadfile -m extended $(filter-out $(APART),$(EXTENDED)) $(ARGS)
 	$(PYTEST) --dist loadfile -m extended $(LATER) $(ARGS)
 	$(PYTEST) --dist load -m extended $(filter tests/kernels/%,$(EXTENDED)) $(ARGS)
 

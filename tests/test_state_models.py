@@ -20,7 +20,9 @@ from tests.tiny_models import tiny_model
 from tests.worker_extension import has_compiler
 
 OUTPUT = 12
-FEW = 5  # tokens that show whether the ranks' states, or those of a hit, are right
+#: Tokens that show whether the ranks' states, or those of a hit, are right: one from the prompt's
+#: last chunk, and two from decodes, of which the second one reads what the first one wrote.
+FEW = 3
 CHUNK = 37
 #: Lengths around blocks of 16 tokens, and chunks.
 LENGTHS = (1, 2, 15, 16, 17, 33, 37, 48, 49, 63, 64, 65, 95)
@@ -164,7 +166,8 @@ def test_prefix_hits_and_forks(case: Case) -> None:
 def test_hits_of_every_length_modulo_a_chunk(case: Case) -> None:
     """A prompt of each length goes on from what a longer one has left, as it did from nothing,
     with and without a seed; every fourth one in four sequences. Each length of the rest behind a
-    hit is that of a chunk's part."""
+    hit is that of a chunk's part. Every third one goes on once more, from its own end, with each
+    combination of the others."""
     text = case.prompts[-1]
     lengths = range(len(text) - CHUNK, len(text))
     asked = [text[:length] for length in lengths]
@@ -187,8 +190,8 @@ def test_hits_of_every_length_modulo_a_chunk(case: Case) -> None:
     with LLM(str(case.folder), settings=SETTINGS, progress=False) as llm:
         llm.generate([text], greedy())
         rests = set()
-        for prompt, each, expected in zip(asked, params, cold, strict=True):
-            for _ in range(2):  # the second time from the end of the prompt itself
+        for number, (prompt, each, expected) in enumerate(zip(asked, params, cold, strict=True)):
+            for _ in range(1 if number % 3 else 2):
                 (output,) = llm.generate([prompt], each)
                 cached = output.num_cached_tokens
                 assert texts_of(output) == expected, (len(prompt), cached)

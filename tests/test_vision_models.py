@@ -82,6 +82,18 @@ CUT = pytest.mark.parametrize(
     indirect=True,
 )  # fmt: skip
 ONE = pytest.mark.parametrize("saved", ["qwen3_vl", *EXTENDED], indirect=True)
+#: For what depends on where pictures lie among the tokens, and not on a tower: one with positions
+#: of three axes and pictures in several layers (qwen3_vl), and with states beside its keys, one
+#: whose pictures stay whole, one with tokens that end rows, one with tiles, and one that hears.
+KINDS = pytest.mark.parametrize(
+    "saved",
+    [
+        "qwen3_vl",
+        *(pytest.param(name, marks=pytest.mark.extended)
+          for name in ("qwen3_5", "gemma4", "pixtral", "llava_onevision", "qwen2_audio")),
+    ],
+    indirect=True,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +252,7 @@ def largest_run(output: Output, llm: LLM) -> int:
     return output.prompt_token_ids.count(features_placeholder(llm))
 
 
-@ONE
+@KINDS
 def test_preemption(saved: Saved) -> None:
     """Two prompts fit the KV cache, and not what they generate."""
     with opened(saved) as llm:
@@ -304,14 +316,14 @@ def test_layers_that_pictures_go_into_are_of_the_first_stage(saved: Saved) -> No
         build_model(saved.folder, backend, media=MediaConfig())
 
 
-@ONE
+@KINDS
 def test_drafts(saved: Saved) -> None:
     settings = {"speculation.method": "ngram", **budget(saved, 40)}
     with opened(saved, **settings) as llm:
         check(saved, TURNS, chat(llm, TURNS))
 
 
-@ONE
+@KINDS
 def test_several_sequences_of_a_prompt(saved: Saved) -> None:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, n=2)
     with opened(saved) as llm:
@@ -320,7 +332,7 @@ def test_several_sequences_of_a_prompt(saved: Saved) -> None:
         assert output.completions[1].token_ids == output.token_ids
 
 
-@ONE
+@KINDS
 def test_more_pictures_than_memory_takes(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations wait for the answers of others, whose pictures are then freed. None are kept
     for later requests, which would not count."""

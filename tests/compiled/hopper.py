@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -178,6 +179,7 @@ def machine_code(kernel: CompiledKernel) -> str:
     return _print(kernel, triton.knobs.nvidia.nvdisasm, "-c")
 
 
+@lru_cache(maxsize=8)
 def weight_of(
     features: int,
     inputs: int,
@@ -186,7 +188,7 @@ def weight_of(
     group: int | None = 128,
     has_zeros: bool = False,
 ) -> PackedGroups:
-    """Returns a weight of zeros, in groups of inputs."""
+    """Returns a weight of zeros, in groups of inputs: the same one for the same arguments."""
     shape = features, 1 if group is None else -(-inputs // group)
     zeros = torch.zeros(shape) if has_zeros else None
     integers = torch.zeros(features, inputs, dtype=torch.uint8)
