@@ -84,14 +84,11 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 # tests, and a program of Ray ends where its cluster gets too little of the cores.
 .PHONY: test-extended
 LATER := tests/functional/test_picture_attacks.py tests/test_bench_executors.py
-# Each process of pytest-xdist imports all files that it is given.
-APART := tests/kernels/% tests/models/% $(LATER)
-EXTENDED := $(sort $(shell grep -rlE --include 'test_*.py' 'mark\.extended|hostile_files' tests))
 
 test-extended: $(VENV)/.test
-	$(PYTEST) --dist loadfile -m extended $(filter-out $(APART),$(EXTENDED)) $(ARGS)
+	$(PYTEST) --dist loadfile -m extended tests $(LATER:%=--ignore=%) $(ARGS)
 	$(PYTEST) --dist loadfile -m extended $(LATER) $(ARGS)
-	$(PYTEST) --dist load -m extended $(filter tests/kernels/%,$(EXTENDED)) $(ARGS)
+	$(PYTEST) --dist load -m extended tests/kernels $(ARGS)
 
 # make test-models   tests with real weights (tests/models): fetches 1 GB once, takes a few
 #                    minutes

@@ -67,7 +67,7 @@ class DecodeTiles(NamedTuple):
     Attributes:
         rows, tile: of a product: query heads, padded, and keys.
         window: tokens, or 0.
-        splits: see `DecodeWorkspace`.
+        splits: see `merged_splits`.
         fp16_operands, paired: whether keys and values are converted to float16, and read as words
             of two channels: see `DecodeConfig`.
         by_assembly: see `paired_channels`.
@@ -95,7 +95,7 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
 
 
 @triton.jit
-def _part(first, split, SHAPE: tl.constexpr):
+def _part_entry(first, split, SHAPE: tl.constexpr):
     """Returns the entry in `Parts` of part `split` of a (row, KV head) whose first part is of
     program `first`."""
     return ((first + split) * 2 + (split == 0).to(tl.int32)) * SHAPE.group
@@ -125,7 +125,7 @@ def _merge(
     g = head + tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
     index = tl.arange(0, SPLITS)
-    entry = _part(first, begin + index * stride, SHAPE)[:, None] + g[None, :]
+    entry = _part_entry(first, begin + index * stride, SHAPE)[:, None] + g[None, :]
     valid = (index < count)[:, None] & (g < SHAPE.group)[None, :]
     part_m = tl.load(parts.maxima + entry, valid, float("-inf"))
     part_l = tl.load(parts.sums + entry, valid, 0.0)
@@ -145,7 +145,7 @@ def _merge(
             (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :],
         )
     else:
-        _write_part(m, l, acc, parts, _part(first, begin, SHAPE), g, SHAPE)
+        _write_part(m, l, acc, parts, _part_entry(first, begin, SHAPE), g, SHAPE)
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def store_part(
     count = (at - tile + tiles - 1) // span - first + 1
     part, stride = program - first, 1
     g = tl.arange(0, acc.shape[0])
-    _write_part(m, l, acc, parts, _part(first, part, SHAPE), g, SHAPE)
+    _write_part(m, l, acc, parts, _part_entry(first, part, SHAPE), g, SHAPE)
     while stride < count:
         part = part // (stride * SPLITS) * (stride * SPLITS)
         members = tl.minimum(tl.cdiv(count - part, stride), SPLITS)
@@ -173,7 +173,7 @@ def store_part(
         if members > 1:
             # every thread has written its partial results before one thread counts them
             tl.debug_barrier()
-            # counted at the second member: those of two groups, also of two levels, are two parts
+            # a group counts at its second member, which is the second one of no other group
             counter = parts.counters + first + part + stride
             if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
                 tl.store(counter, 0)

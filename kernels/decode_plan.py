@@ -71,7 +71,8 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
 
 def merged_splits(config: DecodeConfig, heads: int, head_size: int) -> int:
     """Returns how many partial results of `heads` query heads are merged at a time: from 2 to 32,
-    as many as half of the registers of two or four warps hold."""
+    as many as half of the registers of the warps hold, but of eight warps as many as of four: the
+    rows of a large batch that are divided have two parts, mostly."""
     numbers = triton.next_power_of_2(heads) * triton.next_power_of_2(head_size)
     return max(2, min(32, min(config.num_warps, 4) * 4096 // numbers))
 
