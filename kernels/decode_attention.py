@@ -47,6 +47,7 @@ from aioinfer.kernels.attention_tiles import (
 from aioinfer.kernels.cascade_attention import add_prefix, launch_prefix
 from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
+    QUERY_ROWS,
     DecodeConfig,
     DecodeWorkspace,
     load_plan,
@@ -56,16 +57,13 @@ from aioinfer.kernels.decode_plan import (
 from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
-# them
-QUERY_ROWS = 16
-
 
 class DecodeTiles(NamedTuple):
     """The compile-time configuration of the decode kernel.
 
     Attributes:
-        rows, tile: of a product: query heads, padded, and keys.
+        rows, tile: of a product: query heads, padded, of one or more rows, and keys.
+        joined: how many rows of a sequence are computed together at most.
         window: tokens, or 0.
         splits: see `merged_splits`.
         fp16_operands, paired: whether keys and values are converted to float16, and read as words
@@ -75,6 +73,7 @@ class DecodeTiles(NamedTuple):
 
     rows: int
     tile: int
+    joined: int
     window: int
     splits: int
     fp16_operands: bool
@@ -95,17 +94,27 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
 
 
 @triton.jit
-def _part_entry(first, split, SHAPE: tl.constexpr):
-    """Returns the entry in `Parts` of part `split` of a (row, KV head) whose first part is of
-    program `first`."""
-    return ((first + split) * 2 + (split == 0).to(tl.int32)) * SHAPE.group
+def _row_and_head(g, joined, SHAPE: tl.constexpr, JOINED: tl.constexpr):
+    """Returns of each line of a tile of queries the row, of the `joined` <= JOINED rows that are
+    computed together, the query head within its group, and whether there is such a one."""
+    if JOINED == 1:
+        return g * 0, g, g < SHAPE.group
+    row, head = g // SHAPE.group_pad, g % SHAPE.group_pad
+    return row, head, (row < joined) & (head < SHAPE.group)
 
 
 @triton.jit
-def _write_part(m, l, acc, parts, entry, g, SHAPE: tl.constexpr):
-    """Writes the partial result of the query heads `g`; the entry of the first head is `entry`."""
+def _part_entry(first, split, LINES: tl.constexpr):
+    """Returns the entry in `Parts` of part `split` of a (row, KV head) whose first part is of
+    program `first`; a part has LINES entries."""
+    return ((first + split) * 2 + (split == 0).to(tl.int32)) * LINES
+
+
+@triton.jit
+def _write_part(m, l, acc, parts, entry, g, SHAPE: tl.constexpr, LINES: tl.constexpr):
+    """Writes the partial result of the lines `g`; the entry of the first one is `entry`."""
     d = tl.arange(0, SHAPE.pad)
-    is_head = g < SHAPE.group
+    is_head = g < LINES
     tl.store(parts.maxima + entry + g, m, is_head)
     tl.store(parts.sums + entry + g, l, is_head)
     places = parts.outputs + (entry + g)[:, None] * SHAPE.pad + d[None, :]
@@ -114,19 +123,19 @@ def _write_part(m, l, acc, parts, entry, g, SHAPE: tl.constexpr):
 
 @triton.jit
 def _merge(
-    parts, out, first, begin, stride, count, head, is_output, v_scale, sinks,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr,
+    parts, out, out_stride, joined, first, begin, stride, count, head, is_output, v_scale, sinks,
+    SHAPE: tl.constexpr, JOINED: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merges `count` <= SPLITS partial results of a (row, KV head), the parts begin, begin +
-    stride, ..., for SHAPE.group_pad query heads from `head` on; writes the output, or the result
-    in the place of the first. A sink joins the sum of the output: no part has it."""
-    ROWS: tl.constexpr = SHAPE.group_pad
+    stride, ..., for SHAPE.group_pad query heads from `head` on, of JOINED rows; writes the output,
+    or the result in the place of the first. A sink joins the sum of the output: no part has it."""
+    ROWS: tl.constexpr = SHAPE.group_pad * JOINED
     PAD: tl.constexpr = SHAPE.pad
     g = head + tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
     index = tl.arange(0, SPLITS)
-    entry = _part_entry(first, begin + index * stride, SHAPE)[:, None] + g[None, :]
-    valid = (index < count)[:, None] & (g < SHAPE.group)[None, :]
+    entry = _part_entry(first, begin + index * stride, LINES)[:, None] + g[None, :]
+    valid = (index < count)[:, None] & (g < LINES)[None, :]
     part_m = tl.load(parts.maxima + entry, valid, float("-inf"))
     part_l = tl.load(parts.sums + entry, valid, 0.0)
     outputs = parts.outputs + entry[:, :, None] * SHAPE.pad + d[None, None, :]
@@ -136,22 +145,23 @@ def _merge(
     l = tl.sum(part_l * weight, axis=0)
     acc = tl.sum(part * weight[:, :, None], axis=0)
     if is_output:
+        row, group_head, is_head = _row_and_head(g, joined, SHAPE, JOINED)
         if sinks is not None:
-            l = add_sinks(m, l, sinks, g, g < SHAPE.group)
+            l = add_sinks(m, l, sinks, group_head, is_head)
         value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
         tl.store(
-            out + g[:, None] * SHAPE.size + d[None, :],
+            out + (row * out_stride + group_head * SHAPE.size)[:, None] + d[None, :],
             value.to(out.dtype.element_ty),
-            (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :],
+            is_head[:, None] & (d < SHAPE.size)[None, :],
         )
     else:
-        _write_part(m, l, acc, parts, _part_entry(first, begin, SHAPE), g, SHAPE)
+        _write_part(m, l, acc, parts, _part_entry(first, begin, LINES), g, SHAPE, LINES)
 
 
 @triton.jit
 def store_part(
-    m, l, acc, parts, out, program, tile, tiles, at, span, v_scale, sinks,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr,
+    m, l, acc, parts, out, out_stride, joined, program, tile, tiles, at, span, v_scale, sinks,
+    SHAPE: tl.constexpr, JOINED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles, and merges parts: of each SPLITS
     neighbours the last program to finish merges them into the place of the first, and so on with
@@ -159,13 +169,13 @@ def store_part(
 
     The part begins with the row's tile `tile`, which is tile `at` in the sequence of all tiles.
     """
-    GROUP: tl.constexpr = SHAPE.group
-    STEP: tl.constexpr = SHAPE.group_pad
+    LINES: tl.constexpr = SHAPE.group if JOINED == 1 else SHAPE.group_pad * JOINED
+    STEP: tl.constexpr = SHAPE.group_pad * JOINED
     first = (at - tile) // span
     count = (at - tile + tiles - 1) // span - first + 1
     part, stride = program - first, 1
     g = tl.arange(0, acc.shape[0])
-    _write_part(m, l, acc, parts, _part_entry(first, part, SHAPE), g, SHAPE)
+    _write_part(m, l, acc, parts, _part_entry(first, part, LINES), g, SHAPE, LINES)
     while stride < count:
         part = part // (stride * SPLITS) * (stride * SPLITS)
         members = tl.minimum(tl.cdiv(count - part, stride), SPLITS)
@@ -177,10 +187,10 @@ def store_part(
             counter = parts.counters + first + part + stride
             if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
                 tl.store(counter, 0)
-                for head in tl.static_range(0, GROUP, STEP):
+                for head in tl.static_range(0, LINES, STEP):
                     _merge(
-                        parts, out, first, part, stride, members, head, is_output, v_scale, sinks,
-                        SHAPE, SPLITS,
+                        parts, out, out_stride, joined, first, part, stride, members, head,
+                        is_output, v_scale, sinks, SHAPE, JOINED, LINES, SPLITS,
                     )  # fmt: skip
             else:
                 stride = count
@@ -262,12 +272,14 @@ def _begin_row(
 
 @triton.jit
 def _attend(
-    query, m, l, acc, source, table, head, begin, end, cached, seq_len, scale, soft_cap, slopes,
-    SHAPE: tl.constexpr, TILES: tl.constexpr,
+    query, m, l, acc, source, table, head, begin, end, cached, seq_len, behind, scale, soft_cap,
+    slopes, SHAPE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
-    added. Only keys among the first `cached` of `seq_len` count. `source` are keys and values of
-    the cache with their strides; with TILES.paired their elements are words of two channels."""
+    added. Only keys among the first `cached` of `seq_len` count; of rows that are computed together
+    these are the last one's, and `behind` says how many keys each line has less. `source` are keys
+    and values of the cache with their strides; with TILES.paired their elements are words of two
+    channels."""
     keys, values, k_strides, v_strides = source
     width: tl.constexpr = 2 if TILES.paired else 1  # channels of an element of a tile
     TILE: tl.constexpr = TILES.tile
@@ -279,18 +291,23 @@ def _attend(
             keys, values, table, index, cached, head, k_strides, v_strides, SHAPE.size // width,
             SHAPE.pad // width, SHAPE.block_size, TILE,
         )  # fmt: skip
-        visible = position < cached
+        if TILES.joined > 1:
+            from_end = seq_len - 1 - position[None, :] - behind[:, None]
+            visible = from_end >= 0
+        else:
+            from_end = (seq_len - 1 - position)[None, :]
+            visible = (position < cached)[None, :]
         if TILES.window > 0:
-            visible = visible & (position >= seq_len - TILES.window)
-        distance = (seq_len - 1 - position)[None, :].to(tl.float32)
+            visible = visible & (from_end < TILES.window)
+        distance = from_end.to(tl.float32)
         if TILES.paired:
             m, l, even, odd = paired_softmax_step(
-                q_even, q_odd, key, value, visible[None, :], distance, m, l, even, odd, scale,
+                q_even, q_odd, key, value, visible, distance, m, l, even, odd, scale,
                 soft_cap, slopes, TILES.by_assembly,
             )  # fmt: skip
         else:
             m, l, acc = softmax_step(
-                query, key, value, visible[None, :], distance, m, l, acc, scale, soft_cap, slopes
+                query, key, value, visible, distance, m, l, acc, scale, soft_cap, slopes
             )
     if TILES.paired:
         acc = joined_channels(even, odd)
@@ -306,7 +323,7 @@ def _halved(strides):
 @triton.jit(do_not_specialize_on_alignment=["positions", "block_tables", "seq_lens"])
 def _decode_kernel(
     q, out, q_stride, out_stride, positions, axis_stride, block_tables, table_stride, seq_lens,
-    plan, parts, cache, scores, rotation, prefix,
+    plan, parts, cache, scores, rotation, prefix, joined_rows,
     SHAPE: tl.constexpr, ROTATION: tl.constexpr, TILES: tl.constexpr, PREFIX: tl.constexpr,
     FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -320,7 +337,9 @@ def _decode_kernel(
     PAD: tl.constexpr = SHAPE.pad
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
-    own = (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :]
+    joined = 1
+    if TILES.joined > 1:
+        joined = tl.load(joined_rows + row, todo > 0, 1)
     source = (cache.k, cache.v, cache.k_strides, cache.v_strides)
     if TILES.paired:
         source = (
@@ -340,13 +359,15 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     while todo > 0:
-        first, tiles = tile_range(seq_len, TILES.window, TILE)
+        first, tiles = tile_range(seq_len, TILES.window, TILE, joined)
+        member, group_head, is_head = _row_and_head(g, joined, SHAPE, TILES.joined)
+        own = is_head[:, None] & (d < SHAPE.size)[None, :]
         if prefix is not None:
             first, tiles = shared // TILE, tiles_behind(tiles, shared, TILE)
         end = tl.minimum(tiles, tile + todo)
-        heads = head * SHAPE.group + g
+        heads = head * SHAPE.group + group_head
         line = q + row.to(tl.int64) * q_stride
-        table = block_tables + row.to(tl.int64) * table_stride
+        table = block_tables + (row + joined - 1).to(tl.int64) * table_stride
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS, TILE], tl.float32)
         acc = tl.zeros([ROWS, PAD], tl.float32)
@@ -364,34 +385,33 @@ def _decode_kernel(
                 cache, SHAPE, ROTATION,
             )  # fmt: skip
         else:
-            query = tl.load(line + heads[:, None] * SHAPE.size + d[None, :], own, 0.0)
+            places = (member * q_stride + heads * SHAPE.size)[:, None] + d[None, :]
+            query = tl.load(line + places, own, 0.0)
         if TILES.fp16_operands:
             query = query.to(tl.float16)
         if prefix is not None:  # noqa: SIM102  (`shared` exists with it only)
             if (tile == 0) & (shared > 0):
                 m, l, acc = add_prefix(m, l, acc, prefix, row, head, SHAPE, PREFIX)
-        slopes = (
-            None if scores.slopes is None else load_slopes(scores.slopes, heads, g < SHAPE.group)
-        )
+        slopes = None if scores.slopes is None else load_slopes(scores.slopes, heads, is_head)
         m, l, acc = _attend(
             query, m, l, acc, source, table, head, first + tile, first + end, cached, seq_len,
-            score_scale, scores.soft_cap, slopes, SHAPE, TILES,
+            joined - 1 - member, score_scale, scores.soft_cap, slopes, SHAPE, TILES,
         )  # fmt: skip
         l = tl.sum(l, axis=1)
         target = out + row.to(tl.int64) * out_stride
         if end - tile == tiles:
             if scores.sinks is not None:
-                l = add_sinks(m, l, scores.sinks, heads, g < SHAPE.group)
+                l = add_sinks(m, l, scores.sinks, heads, is_head)
             tl.store(
-                target + heads[:, None] * SHAPE.size + d[None, :],
+                target + (member * out_stride + heads * SHAPE.size)[:, None] + d[None, :],
                 (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty),
                 own,
             )
         else:
             sinks = None if scores.sinks is None else scores.sinks + head * SHAPE.group
             store_part(
-                m, l, acc, parts, target + head * SHAPE.group * SHAPE.size, program, tile, tiles,
-                at, span, v_scale, sinks, SHAPE, TILES.splits,
+                m, l, acc, parts, target + head * SHAPE.group * SHAPE.size, out_stride, joined,
+                program, tile, tiles, at, span, v_scale, sinks, SHAPE, TILES.joined, TILES.splits,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile
@@ -399,8 +419,10 @@ def _decode_kernel(
         head += 1
         if head == SHAPE.kv_heads:
             head = 0
-            row += 1
-            seq_len = tl.load(seq_lens + row, todo > 0, 0)
+            row += joined
+            if TILES.joined > 1:
+                joined = tl.load(joined_rows + row, todo > 0, 1)
+            seq_len = tl.load(seq_lens + row + joined - 1, todo > 0, 0)
             if prefix is not None:
                 shared = tl.load(prefix.rows + 8 + row, todo > 0, 0)
 
@@ -432,14 +454,14 @@ def launch_decode(
             fp16_operands=fp16_operands, pdl=pdl,
         )  # fmt: skip
     tiles = DecodeTiles(
-        max(QUERY_ROWS, shape.group_pad), config.tile, workspace.window,
+        max(QUERY_ROWS, shape.group_pad), config.tile, workspace.max_joined, workspace.window,
         workspace.splits, fp16_operands,
         _uses_pairs(config, source.qkv, k_cache), source.qkv.is_cuda,
     )  # fmt: skip
     _decode_kernel[(workspace.plan.shape[0],)](
         source.qkv, out, source.qkv.stride(0), out.stride(0), source.positions, source.axis_stride,
         block_tables, block_tables.stride(0), seq_lens, workspace.plan, workspace.parts, cache,
-        scores, rotation, None if cascade is None else cascade.arguments,
+        scores, rotation, None if cascade is None else cascade.arguments, workspace.joined,
         SHAPE=shape, ROTATION=None if projection is None else source.rotation.config, TILES=tiles,
         PREFIX=None if cascade is None else cascade.shape, FIELDS=PLAN_FIELDS, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,

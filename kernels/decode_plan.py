@@ -28,6 +28,9 @@ from aioinfer.kernels.cascade_attention import (
 # sector
 PLAN_FIELDS = 8
 MIN_ROWS_PAD = 256
+# the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
+# them
+QUERY_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,12 @@ def merged_splits(config: DecodeConfig, heads: int, head_size: int) -> int:
     return max(2, min(32, min(config.num_warps, 4) * 4096 // numbers))
 
 
+def joined_rows(group: int) -> int:
+    """Returns how many adjacent rows of one sequence fit into the rows of a product, with `group`
+    query heads each."""
+    return max(1, QUERY_ROWS // triton.next_power_of_2(group))
+
+
 class Parts(NamedTuple):
     """Partial results of a decode kernel with P programs, G query heads a KV head.
 
@@ -105,6 +114,10 @@ class DecodeWorkspace:
         plan: int32 [P, 8], each program's span of the step's tiles.
         parts: the partial results.
         cascade: of the prefix that rows share, or None where it is not looked for.
+        max_joined: how many adjacent rows of one sequence are computed together at most; 1: rows
+            are of sequences of their own, or are taken for such.
+        joined: int32 [rows], of the first of rows that are computed together, how many there are;
+            None where none are.
     """
 
     config: DecodeConfig
@@ -114,6 +127,8 @@ class DecodeWorkspace:
     plan: torch.Tensor
     parts: Parts
     cascade: CascadeWorkspace | None = None
+    max_joined: int = 1
+    joined: torch.Tensor | None = None
 
     @classmethod
     def create(
@@ -126,6 +141,7 @@ class DecodeWorkspace:
         programs: int | None = None,
         cascade_rows: int = 0,
         cascade_config: CascadeConfig | None = None,
+        max_rows: int = 0,
     ) -> DecodeWorkspace:
         """Returns a workspace for layers with caches like `k_cache` [num_blocks, block_size, Hkv,
         D] on its device.
@@ -138,11 +154,14 @@ class DecodeWorkspace:
             cascade_rows: the maximum of rows of a step in which a shared prefix is looked for; 0:
                 it is not. Not with a window.
             cascade_config: of the prefix kernel, instead of the usual one.
+            max_rows: the maximum of rows of a step whose rows look ahead; 0: there is none.
         """
         _, _, kv_heads, head_size = k_cache.shape
         config = config or decode_config(head_size, k_cache.element_size())
         group = num_q_heads // kv_heads
-        workspace = cls.empty(config, kv_heads, group, head_size, window, k_cache.device, programs)
+        workspace = cls.empty(
+            config, kv_heads, group, head_size, window, k_cache.device, programs, max_rows=max_rows
+        )  # fmt: skip
         if not cascade_rows or window:
             return workspace
         cascade = CascadeWorkspace.create(
@@ -150,6 +169,17 @@ class DecodeWorkspace:
             programs=programs,
         )  # fmt: skip
         return replace(workspace, cascade=cascade)
+
+    def for_lookahead(self, num_q_heads: int, head_size: int) -> DecodeWorkspace:
+        """Returns the workspace, with the same buffers, for steps whose rows may look ahead: of
+        adjacent rows of one sequence as many are computed together as the rows of a product hold
+        query heads of a KV head."""
+        group = num_q_heads // self.num_kv_heads
+        if self.joined is None:
+            return self
+        lines = joined_rows(group) * triton.next_power_of_2(group)
+        splits = merged_splits(self.config, lines, head_size)
+        return replace(self, cascade=None, max_joined=joined_rows(group), splits=splits)
 
     @classmethod
     def empty(
@@ -163,6 +193,7 @@ class DecodeWorkspace:
         programs: int | None = None,
         *,
         merged_heads: int | None = None,
+        max_rows: int = 0,
     ) -> DecodeWorkspace:
         """Returns a workspace for `kv_heads` groups of `group` query heads whose outputs have
         `head_size` channels, and are merged `merged_heads` heads at a time (by default all of a
@@ -170,13 +201,18 @@ class DecodeWorkspace:
         if programs is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             programs = processors * config.programs_per_sm
-        entries, channels = programs * 2 * group, triton.next_power_of_2(head_size)
+        lines = joined_rows(group) * triton.next_power_of_2(group) if max_rows else group
+        entries, channels = programs * 2 * lines, triton.next_power_of_2(head_size)
         splits = merged_splits(config, merged_heads or group, head_size)
         floats = torch.empty(entries * (channels + 2), dtype=torch.float32, device=device)
         maxima, sums, outputs = floats.split([entries, entries, entries * channels])
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
-        return cls(config, kv_heads, window, splits, plan, Parts(outputs, maxima, sums, counters))
+        joined = None
+        if max_rows and joined_rows(group) > 1:
+            joined = torch.ones(max_rows, dtype=torch.int32, device=device)
+        parts = Parts(outputs, maxima, sums, counters)
+        return cls(config, kv_heads, window, splits, plan, parts, joined=joined)
 
 
 @triton.jit
@@ -187,12 +223,13 @@ def tiles_behind(tiles, shared, TILE: tl.constexpr):
 
 
 @triton.jit
-def tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr, joined=1):
     """Returns the first tile that a row's token attends to and the number of tiles, which is at
-    least one so that the output of every row is written."""
+    least one so that the output of every row is written; of `joined` rows together, of which the
+    last has `seq_len` keys."""
     first = seq_len * 0
     if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0) // TILE
+        first = tl.maximum(seq_len - (joined - 1) - WINDOW, 0) // TILE
     return first, tl.maximum((seq_len + TILE - 1) // TILE - first, 1)
 
 
@@ -250,17 +287,51 @@ def _at(row, rows, values):
     return tl.sum(tl.where(rows == row, values, 0))
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit
+def _follows(seq_lens, offsets, rows, num_rows, JOINED: tl.constexpr):
+    """Whether each row is computed together with the one before it: rows of one sequence are
+    adjacent, with offsets 0, 1, ... and a key more each, and JOINED of them are together."""
+    there = (rows > 0) & (rows < num_rows)
+    offset, length = tl.load(offsets + rows, there, 0), tl.load(seq_lens + rows, there, 0)
+    before = tl.load(offsets + rows - 1, there, 0), tl.load(seq_lens + rows - 1, there, 0)
+    is_next = (offset == before[0] + 1) & (length == before[1] + 1) & (before[1] > 0)
+    return is_next & (offset % JOINED != 0)
+
+
+@triton.jit
+def _join_rows(
+    seq_lens, offsets, rows, num_rows, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """Returns of each row how many rows are computed with it from it on, the keys of the last of
+    them, and the tiles of all: 0 for rows that follow one."""
+    count = tl.full(rows.shape, 1, tl.int32)
+    goes_on = rows < num_rows
+    for number in tl.static_range(1, JOINED):
+        goes_on = goes_on & _follows(seq_lens, offsets, rows + number, num_rows, JOINED)
+        count += goes_on.to(tl.int32)
+    lens = tl.load(seq_lens + rows, rows < num_rows, 0) + count - 1
+    _, tiles = tile_range(lens, WINDOW, TILE, count)
+    return count, lens, tl.where(_follows(seq_lens, offsets, rows, num_rows, JOINED), 0, tiles)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens", "offsets"]
+)  # fmt: skip
 def _plan_kernel(
-    seq_lens, plan, num_rows, shared_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, PART_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
-    CASCADE: tl.constexpr,
+    seq_lens, plan, num_rows, shared_rows, offsets, joined, KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART_TILES: tl.constexpr,
+    WHOLE_TILES: tl.constexpr, PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
+    CASCADE: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS_PAD)
-    lens = tl.load(seq_lens + rows, rows < num_rows, 0)
-    _, tiles = tile_range(lens, WINDOW, TILE)
+    if JOINED > 1:
+        count, lens, tiles = _join_rows(seq_lens, offsets, rows, num_rows, WINDOW, TILE, JOINED)
+        tl.store(joined + rows, count, (rows < num_rows) & (program == 0))
+    else:
+        lens = tl.load(seq_lens + rows, rows < num_rows, 0)
+        _, tiles = tile_range(lens, WINDOW, TILE)
     if CASCADE:
         shared = tl.load(shared_rows + 8 + rows, rows < num_rows, 0)
         tiles = tiles_behind(tiles, shared, TILE)
@@ -303,7 +374,10 @@ def load_plan(place):
 
 
 def plan_decode(
-    workspace: DecodeWorkspace, seq_lens: torch.Tensor, block_tables: torch.Tensor | None = None
+    workspace: DecodeWorkspace,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Divides a step's KV tiles among the programs. Called once a step, before the first layer.
 
@@ -313,6 +387,8 @@ def plan_decode(
             0 is padding: its output becomes zeros.
         block_tables: int32 [R, max_blocks], to look for a shared prefix where the workspace has
             buffers for it; None: there is none.
+        offsets: int32 [R], of each row its number among the adjacent rows of its sequence, of which
+            each has a key more than the one before; needed where rows are computed together.
     """
     rows, programs = seq_lens.shape[0], workspace.plan.shape[0]
     cascade = workspace.cascade
@@ -320,10 +396,12 @@ def plan_decode(
         find_shared_prefix(cascade, block_tables, seq_lens)
     _plan_kernel[(programs,)](
         seq_lens, workspace.plan, rows, workspace.plan if cascade is None else cascade.rows,
+        offsets, workspace.joined,
         KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
         TILE=workspace.config.tile,
         SPLITS=workspace.splits, PART_TILES=workspace.config.part_tiles,
         WHOLE_TILES=workspace.config.whole_tiles, PROGRAMS=programs,
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
-        FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, num_warps=4,
+        FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, JOINED=workspace.max_joined,
+        num_warps=4,
     )  # fmt: skip

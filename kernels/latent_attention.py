@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import LOG2_E, HeadShape, softmax_weights, tile_channels
-from aioinfer.kernels.decode_attention import QUERY_ROWS, store_part
+from aioinfer.kernels.decode_attention import store_part
 from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
+    QUERY_ROWS,
     DecodeConfig,
     DecodeWorkspace,
     load_plan,
@@ -152,7 +153,7 @@ def _latent_decode_kernel(
         else:
             store_part(
                 m, l, acc, parts, out + line * out_stride + head * SHAPE.group * SHAPE.size,
-                program, tile, tiles, at, span, 1.0, None, SHAPE, SPLITS,
+                out_stride, 1, program, tile, tiles, at, span, 1.0, None, SHAPE, 1, SPLITS,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile

@@ -113,6 +113,7 @@ class AttentionPlans:
             self._workspaces[key] = DecodeWorkspace.create(
                 shape.num_heads, cache.keys, window=shape.window or 0, programs=self.programs,
                 cascade_rows=self.rows if self.cascade and not has_slopes else 0,
+                max_rows=self.rows,
             )  # fmt: skip
         prefill = make_prefill_plan(
             self.rows, self.tokens, shape.num_heads, self._dtype, cache.keys, cache.values,
@@ -134,11 +135,13 @@ class AttentionPlans:
             plan.fill(step)
         inputs, num_decodes = step.inputs, step.num_decodes
         assert num_decodes is not None
-        for (group, _, _), workspace in self._workspaces.items():
+        for (group, shape, _), workspace in self._workspaces.items():
             tables = inputs.groups[group].block_tables
+            if step.offsets is not None:
+                workspace = workspace.for_lookahead(shape.num_heads, shape.head_size)
             if not step.shares_prefix:
                 workspace = replace(workspace, cascade=None)
-            plan_decode(workspace, inputs.seq_lens[:num_decodes], tables)
+            plan_decode(workspace, inputs.seq_lens[:num_decodes], tables, step.offsets)
         if step.has_prefill:
             starts, lens, tokens = inputs.query_starts, inputs.seq_lens, len(inputs.input_ids)
             for prefill in self._prefills.values():
@@ -184,6 +187,7 @@ class KernelAttention:
             shape, group, cache, has_slopes=slopes is not None
         )
         self._plain_workspace = replace(self._workspace, cascade=None)
+        self._joined = self._plain_workspace.for_lookahead(shape.num_heads, shape.head_size)
         self._pdl = pdl
         weights: tuple[Any, ...] = ()
         if norms is not None:
@@ -221,6 +225,8 @@ class KernelAttention:
         if first < len(qkv):
             queries = self._rotate_and_cache(qkv, step, first)
         workspace = self._workspace if step.shares_prefix else self._plain_workspace
+        if step.offsets is not None:
+            workspace = self._joined
         return paged_attention(
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=workspace,

@@ -147,6 +147,8 @@ class Step:
             None where nothing reads them.
         pictures: the embeddings of pictures among the tokens; None where there are none.
         prompts: the vectors of soft prompts among the tokens, likewise.
+        offsets: int32 [R], of a decode step with lookahead, the number of each row among the
+            adjacent rows of its sequence; None in other steps.
         padded: tokens that a graph of the layers computes, with padding, if it computes the step.
         memo: values that layers have computed for the step and other layers may use, by their own
             keys.
@@ -162,5 +164,6 @@ class Step:
     taps: torch.Tensor | None = None
     pictures: StepPictures | None = None
     prompts: StepPictures | None = None
+    offsets: torch.Tensor | None = None
     padded: int = 0
     memo: dict[Any, Any] = field(default_factory=dict)

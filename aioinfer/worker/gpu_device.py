@@ -158,6 +158,7 @@ class GpuDevice(Device):
         return Step(
             inputs, count, has_prefill=False, has_lookahead=has_lookahead,
             shares_prefix=shares_prefix, taps=self._taps(count) if has_lookahead else None,
+            offsets=offsets,
         )  # fmt: skip
 
     def _taps(self, num_tokens: int) -> torch.Tensor | None:

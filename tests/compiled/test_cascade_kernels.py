@@ -71,7 +71,8 @@ def test_the_decode_kernel_behind_a_prefix() -> None:
     plan = {
         "KV_HEADS": KV_HEADS, "WINDOW": 0, "TILE": config.tile, "SPLITS": 16,
         "PART_TILES": 1, "WHOLE_TILES": 8, "PROGRAMS": 528, "ROWS_PAD": 256,
-        "FIELDS": PLAN_FIELDS, "CASCADE": True,
+        "FIELDS": PLAN_FIELDS,
     }  # fmt: skip
-    types = {"seq_lens": "*i32", "plan": "*i32", "shared_rows": "*i32"}
-    compile_kernel(_plan_kernel, types, plan, SimpleNamespace(num_warps=4))
+    types = dict.fromkeys(("seq_lens", "plan", "shared_rows", "offsets", "joined"), "*i32")
+    for kind in ({"CASCADE": True, "JOINED": 1}, {"CASCADE": False, "JOINED": 4}):
+        compile_kernel(_plan_kernel, types, plan | kind, SimpleNamespace(num_warps=4))

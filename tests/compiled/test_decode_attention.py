@@ -41,6 +41,7 @@ def decode_arguments(
     fp16_operands: bool = False,
     has_sinks: bool = False,
     paired: bool = False,
+    joined: int = 1,
 ) -> dict[str, Any]:
     """Returns the arguments of the kernel that `launch_decode` launches for Qwen3's heads and
     queries in bf16."""
@@ -50,7 +51,7 @@ def decode_arguments(
     rotation = Rotation(torch.empty(1, head_size), *weights)
     shape = HeadShape(KV_HEADS, group, head_size, group, head_size, 128)
     config = decode_config(head_size, 1 if is_float8 else 2)
-    splits = merged_splits(config, group, head_size)
+    splits = merged_splits(config, group * joined, head_size)
     return {
         "q": empty(torch.bfloat16), "out": empty(torch.bfloat16), "q_stride": 6144,
         "out_stride": 4096, "positions": None, "axis_stride": 0,
@@ -63,8 +64,9 @@ def decode_arguments(
         ),
         "scores": ScoreArguments(1.0, None, empty() if has_sinks else None),
         "rotation": rotation.arguments if projected else None, "prefix": None,
+        "joined_rows": empty(torch.int32) if joined > 1 else None,
         "SHAPE": shape, "ROTATION": rotation.config if projected else None,
-        "TILES": DecodeTiles(16, config.tile, 0, splits, fp16_operands, paired, paired),
+        "TILES": DecodeTiles(16, config.tile, joined, 0, splits, fp16_operands, paired, paired),
         "PREFIX": None, "FIELDS": PLAN_FIELDS, "PDL": True,
     }  # fmt: skip
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, merged_splits, plan_decode
+from aioinfer.kernels.paged_attention import paged_attention
 from cases import (
     ROTATIONS,
     AttentionCase,
@@ -19,6 +21,7 @@ from cases import (
     random_rows,
 )
 from channel_cases import expand_all_words
+from references import paged_attention_reference
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, part_tiles=1)
 
@@ -44,6 +47,47 @@ def test_parts_of_a_long_row_are_merged_in_levels() -> None:
     )
     assert merged_splits(SMALL, 8, 512) == 4
     assert error(attention(case)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "soft_cap", "sinks", "programs"),
+    [(4, 0, 0.0, False, 7), (6, 20, 5.0, True, 40), (16, 0, 0.0, False, 22), (32, 7, 0.0, True, 3)],
+)
+def test_adjacent_rows_of_one_sequence_are_computed_together(
+    heads: int, window: int, soft_cap: float, sinks: bool, programs: int
+) -> None:
+    """Groups of 2, 3, 8 and 16 query heads: up to 8, 4, 2 and 1 rows in a tile. Sequences with one
+    row, with as many as a tile has, with more, with none, and two whose lengths are adjacent."""
+    size, kv_heads, block = 64, 2, 16
+    first, counts = [5, 60, 33, 0, 130, 131, 15], [1, 4, 9, 1, 1, 2, 3]
+    offsets = torch.tensor([n for count in counts for n in range(count)], dtype=torch.int32)
+    sequences = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    lens = torch.tensor(first, dtype=torch.int32)[sequences] + offsets
+    tables = torch.randperm(9 * len(counts) + 1)[:-1].view(len(counts), 9).int()[sequences]
+    # entries past a row's length may be any block
+    tables[torch.arange(9) * block >= lens[:, None]] = 9 * len(counts)
+    caches = [torch.randn(9 * len(counts) + 1, block, kv_heads, size) for _ in range(2)]
+    q, starts = torch.randn(len(lens), heads, size), torch.arange(len(lens) + 1).int()
+    workspace = DecodeWorkspace.create(
+        heads, caches[0], window=window, config=SMALL, programs=programs, max_rows=len(lens)
+    ).for_lookahead(heads, size)
+    plan_decode(workspace, lens, offsets=offsets)
+    options = {"soft_cap": soft_cap, "sinks": torch.randn(heads) if sinks else None}
+    out = paged_attention(
+        q, *caches, tables, starts, lens, num_decodes=len(lens), workspace=workspace, **options,
+        out=torch.full_like(q, float("nan")),
+    )  # fmt: skip
+    wide = [cache.double() for cache in caches]
+    expected = paged_attention_reference(
+        q.double(), *wide, tables, starts, lens, window=window, **options
+    )
+    assert error((out, expected)) < 1e-5
+    assert not workspace.parts.counters.any()
+    if workspace.joined is not None:
+        most = 16 // triton.next_power_of_2(heads // kv_heads)
+        expected_joined = [min(most, count) for count in counts]
+        first_rows = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+        assert workspace.joined[first_rows].tolist() == expected_joined
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
