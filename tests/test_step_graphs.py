@@ -95,6 +95,21 @@ def test_graphs_that_are_left_come_when_they_are_needed_or_one_by_one(launched: 
     assert launched[6:] == [2, 8]
 
 
+def test_decode_steps_of_many_rows_replay_larger_graphs_until_a_capture_pays(
+    launched: list[int],
+) -> None:
+    graphs = CudaGraphs()
+    graphs.capture([8, 16, 32, 256, 512], launched.append, "pool", first=[512])
+    assert [graphs.fit_rows(rows) for rows in (3, 9)] == [8, 16], "few rows: always their own size"
+    assert [graphs.fit_rows(200) for _ in range(9)] == [512] * 8 + [256], "8 * 256 rows of padding"
+    assert [graphs.fit_rows(20) for _ in range(5)] == [512] * 4 + [32], "each size for itself"
+    graphs.replay(32)
+    assert graphs.fit_rows(20) == 32
+    graphs.replay(256)
+    assert graphs.fit_rows(200) == 256
+    assert launched == [512, 512, 32, -32, 256, -256]
+
+
 def test_steps_that_are_timed_reach_the_largest() -> None:
     assert timed_sizes(decode_sizes(96)) == [1, 16, 48, 96]
     assert timed_sizes([7]) == [7]

@@ -13,15 +13,20 @@ that they are captured from.
 To capture one takes some 30 ms, nearly all of it Python that launches kernels, and there are about
 a hundred: more than half of a start that finds its kernels on disk. A rank that computes alone
 captures a fifth of them before it serves, the largest of each kind first, since the others fit into
-its memory; then one at a time while it has nothing else to do, and else that of a size before the
-first step that needs it. A step is computed by the graph of its size in any case, so that what it
-computes does not depend on when that was captured. Ranks that compute together capture all of them
-at the start, in the same order: kernels that wait for one another belong together.
+its memory; then one at a time while it has nothing else to do. What a busy rank still misses:
+- a decode step of up to `_EXACT_ROWS` rows, and a step with prompts, has its graph captured first,
+  so that the text of few requests does not depend on how long the rank has served;
+- another decode step replays a larger graph. What its padding costs is noted by size, and once
+  that is what a capture costs, the graph is captured: together never more than twice what is
+  needed (the ski-rental rule; Karlin et al., Competitive Snoopy Caching, 1988).
+Ranks that compute together capture all of them at the start, in the same order: kernels that wait
+for one another belong together.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +43,10 @@ from aioinfer.worker.slots import Slots
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
 #: kernel takes longer than its launch.
 MIXED_GRAPH_TOKENS = 4096
+#: Decode steps of up to so many rows are computed by the graph of their size.
+_EXACT_ROWS = 16
+#: So many rows of padding take about as long as a capture: 20 us each, for an 8B on an H200.
+_MAX_PADDING = 2048
 
 _ROW_SECTIONS = 7
 
@@ -53,6 +62,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.sizes: Sequence[int] = ()
+        self._padding: Counter[int] = Counter()  # rows, by the size of the graph that is missing
 
     def capture(
         self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any,
@@ -102,8 +112,18 @@ class CudaGraphs:
         index = bisect_left(self.sizes, size)
         return self.sizes[index] if index < len(self.sizes) else 0
 
+    def fit_rows(self, rows: int) -> int:
+        """Returns the size of the graph that a decode step of so many rows replays now: what `fit`
+        does, or a larger size as long as that one is missing and its capture would not pay."""
+        size = self.fit(rows)
+        if size <= _EXACT_ROWS or size in self.graphs:
+            return size
+        larger = next(each for each in self.sizes if each > size and each in self.graphs)
+        self._padding[size] += larger - size
+        return larger if self._padding[size] <= _MAX_PADDING else size
+
     def replay(self, size: int) -> None:
-        """Replays the graph of one of `sizes`."""
+        """Replays the graph of one of `sizes`, and captures it first where it is missing."""
         if size not in self.graphs:
             self._capture(size)
         self.graphs[size].replay()
@@ -355,7 +375,7 @@ class StepGraphs:
             graphs = self.sharing
         else:
             graphs = self.decode
-        graphs.replay(graphs.fit(len(plan.slots)))
+        graphs.replay(graphs.fit_rows(len(plan.slots)))
 
 
 def _make_prefixes(slots: Slots) -> SharedPrefixes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from engine_settings import inline_llm, tokens_of
 from random_models import random_model
 from test_families import GREEDY, MODELS, SIZES, VOCAB
 
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
+from aioinfer.worker import worker
+from aioinfer.worker.selection import select_backend
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -81,9 +85,15 @@ def test_a_replayed_graph_finds_other_prefixes() -> None:
         assert int(workspace.rows[1]) == rows
 
 
+def _without_cascade(*arguments: Any) -> Backend:
+    backend = select_backend(*arguments)
+    backend.cascade = False
+    return backend
+
+
 @pytest.mark.timeout(300)  # kernels are compiled
 @pytest.mark.parametrize("graphs", [True, False])
-def test_tokens_of_an_engine(graphs: bool, tmp_path: Path) -> None:
+def test_tokens_of_an_engine(graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty prompts share 600 tokens; others come beside them."""
     random_model(tmp_path, family="qwen3", vocab_size=VOCAB, **{**SIZES, **MODELS["qwen3"]})
     rng = random.Random(2)
@@ -92,7 +102,10 @@ def test_tokens_of_an_engine(graphs: bool, tmp_path: Path) -> None:
     prompts += [[rng.randrange(3, VOCAB) for _ in range(200)] for _ in range(6)]
     outputs = []
     for cascade in (False, True):
-        caches = {"cache__enable_prefix_caching": True, "cache__cascade_attention": cascade}
-        with inline_llm(tmp_path, parallel__cuda_graphs=graphs, **caches) as llm:
-            outputs.append(tokens_of(llm.generate(prompts, GREEDY)))
+        settings = {"cache__enable_prefix_caching": True, "parallel__cuda_graphs": graphs}
+        with monkeypatch.context() as patch:
+            if not cascade:
+                patch.setattr(worker, "select_backend", _without_cascade)
+            with inline_llm(tmp_path, **settings) as llm:
+                outputs.append(tokens_of(llm.generate(prompts, GREEDY)))
     assert sum(a == b for a, b in zip(*outputs, strict=True)) >= len(prompts) - 1
