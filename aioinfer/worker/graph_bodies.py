@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 #: Products are timed within at least so many layers, since a layer's first product follows another
 #: layer, and at most that many.
 _TIMED_LAYERS = 2, 8
-#: Keys of a row in these layers, and in timed steps.
-_TIMED_KEYS = 256
+#: Keys of a row in these layers, and in timed steps, whose rows have tokens that are so far apart.
+_TIMED_KEYS, _TOKENS_APART = 256, 7919
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
@@ -190,15 +190,19 @@ class GraphBodies:
     def time_decodes(self) -> list[tuple[int, float, bool]]:
         """Returns (rows, seconds, whether with lookahead) of the decode steps that there are graphs
         for: `timed_sizes` are timed, and what is between two is interpolated. Rows have
-        `_TIMED_KEYS` keys; they write into the first KV block."""
+        `_TIMED_KEYS` keys, which are in the first KV block, and different tokens, as experts are
+        chosen by tokens."""
         device, slots = self.device, self.device.slots
         plan, graphs = device.plan, device.graphs
         numbers = torch.arange(plan.rows, dtype=torch.int32, device=slots.device)
         plan.row_section(0, plan.rows).copy_(numbers % len(slots.tokens))
-        plan.row_section(1, plan.rows).fill_(min(_TIMED_KEYS, slots.max_model_len) - 1)
+        start = min(_TIMED_KEYS, slots.max_model_len) - 1
+        plan.row_section(1, plan.rows).fill_(start)
         plan.row_section(2, plan.rows).fill_(1)
         plan.row_section(5, plan.rows).fill_(1)
         plan.row_section(6, plan.rows).fill_(slots.max_model_len)
+        there = slots.tokens[:, start]
+        there.copy_(numbers[: len(there)] * _TOKENS_APART % self._model.vocabulary.vocab_size)
         found: list[tuple[int, float, bool]] = []
         for kind in (graphs.decode, graphs.lookahead):
             if kind.sizes:
@@ -207,6 +211,7 @@ class GraphBodies:
                 for rows in kind.sizes:
                     between = float(np.interp(rows, timed, seconds))
                     found.append((rows, between, kind is graphs.lookahead))
+        there.zero_()
         plan.values.zero_()
         plan.clear_growth()
         return found

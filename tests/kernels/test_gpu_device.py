@@ -102,6 +102,8 @@ class Graphs:
     def fit(self, rows: int) -> int:
         return rows + 1  # padded, as most steps are
 
+    fit_rows = fit
+
     def replay(self, rows: int) -> None:
         self.replayed.append(rows)
         self.launch(rows)
@@ -522,6 +524,8 @@ def test_captured_steps_are_timed_and_leave_no_plan(folder: Path) -> None:
     def captured(*sizes: int) -> Any:
         def replay(size: int) -> None:
             assert device.plan.row_section(2, device.plan.rows).eq(1).all()
+            start = int(device.plan.row_section(1, 1))
+            assert runner.slots.tokens[:, start].unique().numel() == len(tokens), "other experts"
             replayed.append(size)
 
         return SimpleNamespace(sizes=sizes, replay=replay)

@@ -20,8 +20,9 @@ SIZES = (
 #: of so many steps since the last one of its size. A step counts as no longer than so many times
 #: what was expected.
 _WEIGHT, _MAX_WEIGHT, _MEMORY, _OUTLIER = 0.1, 0.3, 300, 2.0
-#: A size is known once so many steps were measured; after so many steps of other sizes it is to be
-#: measured again.
+#: Without times of the start a size is known once so many steps were measured, until so many others
+#: were. With them a step of any size corrects the others, and only after so many without any are
+#: all out of date.
 _MIN_SAMPLES, _MAX_AGE = 4, 100
 #: Where nothing is measured, time is assumed to grow with this power of the rows.
 _POWER = 0.35
@@ -36,16 +37,18 @@ class RowTimes:
     """
 
     def __init__(self) -> None:
-        self.is_known, self.factor = False, 1.0
+        self.is_known, self.factor, self._has_start = False, 1.0, False
         self._start = [0.0] * len(SIZES)  # seconds as measured at the start
         self._seconds = [0.0] * len(SIZES)
         self._samples = [0] * len(SIZES)
         self._last = [0] * len(SIZES)  # the step at which each size was measured last
+        self._latest = 0  # the step at which any was
 
     def start_with(self, rows: int, seconds: float) -> None:
         """Takes in what was measured at the start."""
         if rows <= SIZES[-1]:
-            self._start[_index(rows)], self.is_known = seconds, True
+            self._start[_index(rows)] = seconds
+            self.is_known = self._has_start = True
 
     def at_start(self, rows: int) -> float:
         """Returns the seconds of a step of so many rows as measured at the start; 0.0 if it was
@@ -56,6 +59,7 @@ class RowTimes:
         """Takes in step number `step`."""
         index = _index(rows)
         age, self._last[index] = step - self._last[index], step
+        self._latest = step
         known, samples = self._seconds[index], self._samples[index]
         self._samples[index] += 1
         if samples:
@@ -77,9 +81,10 @@ class RowTimes:
 
     def is_stale(self, rows: int, step: int) -> bool:
         """Whether steps of so many rows have to be measured by step number `step`."""
+        if self._has_start:
+            return step - self._latest > _MAX_AGE
         index = _index(rows)
-        is_known = self._samples[index] >= _MIN_SAMPLES or self._start[index] > 0.0
-        return not is_known or step - self._last[index] > _MAX_AGE
+        return self._samples[index] < _MIN_SAMPLES or step - self._last[index] > _MAX_AGE
 
     def knows(self, rows: int) -> bool:
         """Whether steps of at least so many rows were measured."""
