@@ -49,10 +49,11 @@ client processes:
     h1      one request, 128 / 512
     kNxIxO  N streams, I / O, one request a stream
 
-Each case warms up with prompts of its own lengths, then runs `--rounds` times with fresh prompts;
-medians are reported. Prompts are token ids, end tokens are ignored, the prefix cache is off, 512
-requests may run at a time. A case counts only if each request returned exactly its number of
-tokens: otherwise its row is an error and the exit status 1.
+An engine is left alone for some seconds before its first case (`--idle`): it captures CUDA graphs
+then that its start has left. Each case warms up with prompts of its own lengths, then runs
+`--rounds` times with fresh prompts; medians are reported. Prompts are token ids, end tokens are
+ignored, the prefix cache is off, 512 requests may run at a time. A case counts only if each request
+returned exactly its number of tokens: otherwise its row is an error and the exit status 1.
 
 What the figures mean: TTFT from sending a request, connection included, to its first text. ITL
 between two reads that brought text: events that came in one read count as one, as they did when
@@ -77,7 +78,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,6 +145,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="SECTION.KEY=VALUE",
         help="for the configuration (repeatable)",
     )
+    parser.add_argument(
+        "--idle", type=float, default=4.0, metavar="SECONDS",
+        help="before the first case, in which graphs are captured that a start leaves (default: 4)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="for the JSON lines too")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.client_processes < 1:
@@ -218,6 +223,7 @@ def run_engine(
             f"startup{suffix}",
             {"seconds": seconds, **asdict(report), "phases": dict(report.phases)},
         )
+        sleep(options.idle)
         for case in options.cases:
             rows.add(
                 model,
@@ -422,6 +428,7 @@ def run_server(
         ServerProcess(no_file, settings) as server,
     ):
         rows.add(model, f"startup{suffix}", {"seconds": server.ready_s})
+        sleep(options.idle)
         loader = HttpLoader(clients, server.url, shape, model.vocab_size, options.recording)
         for case in options.cases:
             before = drafts_of(server.url)

@@ -166,6 +166,49 @@ def decode_cases(tune: bool) -> Iterator[Case]:
             )  # fmt: skip
 
 
+#: Sequences, rows of each, and its keys: a row has one more than the row before it.
+LOOKAHEAD_SHAPES = (
+    (1, 4, 300),
+    (1, 4, 8192),
+    (8, 4, 300),
+    (32, 4, 300),
+    (128, 2, 300),
+    (16, 4, 8192),
+)
+
+
+def lookahead_cases(tune: bool) -> Iterator[Case]:
+    """Decode attention of rows that look ahead, one by one and joined: adjacent rows of a sequence
+    in one tile."""
+    for (kind, heads), (count, ahead, most) in itertools.product(
+        DECODE_HEADS.items(), LOOKAHEAD_SHAPES
+    ):
+        q_heads, kv_heads, size = heads
+        num_bytes = count * most * kv_heads * size * 4
+        caches = [
+            paged([most] * count, kv_heads, size, 64) for _ in range(max(1, 2**28 // num_bytes))
+        ]
+        keys = [most + 1 - ahead + offset for _ in range(count) for offset in range(ahead)]
+        lens, offsets = ints(keys), ints([*range(ahead)] * count)
+        queries = random_tensor(len(keys), q_heads, size)
+        workspace = DecodeWorkspace.create(q_heads, caches[0][0], max_rows=len(keys))
+        joined = workspace.for_lookahead(q_heads, size)
+        of_rows = [(k, v, t.repeat_interleave(ahead, 0).contiguous()) for k, v, t in caches]
+        for variant, space in (("one by one", workspace), ("joined", joined)):
+            plan_decode(space, lens, offsets=offsets)
+            out = torch.full_like(queries, float("nan"))
+            run = partial(
+                launch_decode, queries, seq_lens=lens, out=out, workspace=space,
+                scores=ScoreArguments(size**-0.5 * LOG2_E),
+            )  # fmt: skip
+            runs = [partial(run, *cache) for cache in of_rows]
+            checked = queries, out, *of_rows[0], [1] * len(keys), keys
+            yield Case(
+                "lookahead", f"{count}x{ahead}@{most}{kind}", variant, runs, num_bytes,
+                4 * size * q_heads * sum(keys), partial(attention_check, *checked),
+            )  # fmt: skip
+
+
 def _decode_configs(head_size: int, tune: bool) -> list[DecodeConfig]:
     if not tune:
         return [decode_config(head_size, 2)]
@@ -537,6 +580,7 @@ def small_cases(tune: bool) -> Iterator[Case]:
 
 FAMILIES = {
     "decode": decode_cases,
+    "lookahead": lookahead_cases,
     "prefill": prefill_cases,
     "few_rows": few_rows_cases,
     "gated": gated_cases,
