@@ -31,6 +31,9 @@ MIN_ROWS_PAD = 256
 # the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
 # them
 QUERY_ROWS = 16
+#: Rows of one sequence are joined in steps of so many rows or more, for each 128 channels of a
+#: head: with fewer, there are not enough tiles for all programs (notes/decode-attention.md).
+MIN_JOINED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +173,13 @@ class DecodeWorkspace:
         )  # fmt: skip
         return replace(workspace, cascade=cascade)
 
-    def for_lookahead(self, num_q_heads: int, head_size: int) -> DecodeWorkspace:
-        """Returns the workspace, with the same buffers, for steps whose rows may look ahead: of
-        adjacent rows of one sequence as many are computed together as the rows of a product hold
-        query heads of a KV head."""
+    def for_lookahead(self, num_q_heads: int, head_size: int, rows: int) -> DecodeWorkspace:
+        """Returns the workspace, with the same buffers, for steps of `rows` rows that may look
+        ahead: in large ones as many adjacent rows of one sequence are computed together as the rows
+        of a product hold query heads of a KV head."""
         group = num_q_heads // self.num_kv_heads
-        if self.joined is None:
-            return self
+        if self.joined is None or rows < MIN_JOINED_ROWS * max(1, head_size // 128):
+            return replace(self, cascade=None)
         lines = joined_rows(group) * triton.next_power_of_2(group)
         splits = merged_splits(self.config, lines, head_size)
         return replace(self, cascade=None, max_joined=joined_rows(group), splits=splits)

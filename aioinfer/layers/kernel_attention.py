@@ -138,8 +138,8 @@ class AttentionPlans:
         for (group, shape, _), workspace in self._workspaces.items():
             tables = inputs.groups[group].block_tables
             if step.offsets is not None:
-                workspace = workspace.for_lookahead(shape.num_heads, shape.head_size)
-            if not step.shares_prefix:
+                workspace = workspace.for_lookahead(shape.num_heads, shape.head_size, num_decodes)
+            elif not step.shares_prefix:
                 workspace = replace(workspace, cascade=None)
             plan_decode(workspace, inputs.seq_lens[:num_decodes], tables, step.offsets)
         if step.has_prefill:
@@ -187,7 +187,6 @@ class KernelAttention:
             shape, group, cache, has_slopes=slopes is not None
         )
         self._plain_workspace = replace(self._workspace, cascade=None)
-        self._joined = self._plain_workspace.for_lookahead(shape.num_heads, shape.head_size)
         self._pdl = pdl
         weights: tuple[Any, ...] = ()
         if norms is not None:
@@ -226,7 +225,9 @@ class KernelAttention:
             queries = self._rotate_and_cache(qkv, step, first)
         workspace = self._workspace if step.shares_prefix else self._plain_workspace
         if step.offsets is not None:
-            workspace = self._joined
+            assert step.num_decodes is not None
+            shape = self._shape
+            workspace = workspace.for_lookahead(shape.num_heads, shape.head_size, step.num_decodes)
         return paged_attention(
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=workspace,

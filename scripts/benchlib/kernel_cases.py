@@ -12,7 +12,13 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.attention_tiles import ScoreArguments
 from aioinfer.kernels.decode_attention import launch_decode
-from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
+from aioinfer.kernels.decode_plan import (
+    MIN_JOINED_ROWS,
+    DecodeConfig,
+    DecodeWorkspace,
+    decode_config,
+    plan_decode,
+)
 from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.gated_product import (
     GatedConfig,
@@ -192,7 +198,7 @@ def lookahead_cases(tune: bool) -> Iterator[Case]:
         lens, offsets = ints(keys), ints([*range(ahead)] * count)
         queries = random_tensor(len(keys), q_heads, size)
         workspace = DecodeWorkspace.create(q_heads, caches[0][0], max_rows=len(keys))
-        joined = workspace.for_lookahead(q_heads, size)
+        joined = workspace.for_lookahead(q_heads, size, MIN_JOINED_ROWS * size)
         of_rows = [(k, v, t.repeat_interleave(ahead, 0).contiguous()) for k, v, t in caches]
         for variant, space in (("one by one", workspace), ("joined", joined)):
             plan_decode(space, lens, offsets=offsets)

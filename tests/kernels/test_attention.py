@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import triton
-from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, merged_splits, plan_decode
+from aioinfer.kernels.decode_plan import (
+    MIN_JOINED_ROWS,
+    DecodeConfig,
+    DecodeWorkspace,
+    joined_rows,
+    merged_splits,
+    plan_decode,
+)
 from aioinfer.kernels.paged_attention import paged_attention
 from cases import (
     ROTATIONS,
@@ -70,7 +77,11 @@ def test_adjacent_rows_of_one_sequence_are_computed_together(
     q, starts = torch.randn(len(lens), heads, size), torch.arange(len(lens) + 1).int()
     workspace = DecodeWorkspace.create(
         heads, caches[0], window=window, config=SMALL, programs=programs, max_rows=len(lens)
-    ).for_lookahead(heads, size)
+    )
+    assert workspace.for_lookahead(heads, size, MIN_JOINED_ROWS - 1).max_joined == 1
+    assert workspace.for_lookahead(heads, 256, 2 * MIN_JOINED_ROWS - 1).max_joined == 1
+    workspace = workspace.for_lookahead(heads, size, MIN_JOINED_ROWS)
+    assert workspace.max_joined == joined_rows(heads // kv_heads)
     plan_decode(workspace, lens, offsets=offsets)
     options = {"soft_cap": soft_cap, "sinks": torch.randn(heads) if sinks else None}
     out = paged_attention(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aioinfer.kernels import lookahead
+from aioinfer.kernels import decode_plan, lookahead
 
 from aioinfer.config import Config, ModelConfig, SpeculationConfig
 from aioinfer.features.adapters.layers.parts import AdapterWeights
@@ -433,10 +433,15 @@ def check_lookahead_steps(
 
 
 @pytest.mark.parametrize("has_features", [False, True])
-def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_features: bool) -> None:
+def test_lookahead_rows_give_the_tokens_of_a_plain_run(
+    folder: Path, has_features: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy rows, and seeded ones with filters and penalties; in graphs, and beside a prompt; with
     drafts that are right, wrong from some position on, and of rows whose position only the device
-    knows. With log-probabilities and logits that a feature changes, too."""
+    knows. With log-probabilities and logits that a feature changes, too: there, attention computes
+    the rows of a sequence one by one, else together."""
+    if not has_features:
+        monkeypatch.setattr(decode_plan, "MIN_JOINED_ROWS", 1)
     shift = [ShiftedRows(ids(0, 1, 2))] if has_features else []
     texts = expected_texts(folder, *shift)
     runner, cpu = (make_runner(folder, kernels=kernels) for kernels in (True, False))
