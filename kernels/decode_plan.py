@@ -77,10 +77,9 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
 
 def merged_splits(config: DecodeConfig, heads: int, head_size: int) -> int:
     """Returns how many partial results of `heads` query heads are merged at a time: from 2 to 32,
-    as many as half of the registers of the warps hold, but of eight warps as many as of four: the
-    rows of a large batch that are divided have two parts, mostly."""
+    as many as half of the registers of the warps hold."""
     numbers = triton.next_power_of_2(heads) * triton.next_power_of_2(head_size)
-    return max(2, min(32, min(config.num_warps, 4) * 4096 // numbers))
+    return max(2, min(32, config.num_warps * 4096 // numbers))
 
 
 def joined_rows(group: int) -> int:
