@@ -393,12 +393,14 @@ def plan_decode(
             each has a key more than the one before; needed where rows are computed together.
     """
     rows, programs = seq_lens.shape[0], workspace.plan.shape[0]
-    cascade = workspace.cascade
+    cascade, joined = workspace.cascade, workspace.joined
+    if workspace.max_joined == 1:  # no kernel of its own for steps with offsets
+        offsets = joined = None
     if cascade is not None:
         find_shared_prefix(cascade, block_tables, seq_lens)
     _plan_kernel[(programs,)](
         seq_lens, workspace.plan, rows, workspace.plan if cascade is None else cascade.rows,
-        offsets, workspace.joined,
+        offsets, joined,
         KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
         TILE=workspace.config.tile,
         SPLITS=workspace.splits, PART_TILES=workspace.config.part_tiles,
