@@ -215,7 +215,8 @@ def test_a_disk_that_gets_full_changes_no_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was written before is read, and nothing more is written. Half of the host's memory has
-    room for the blocks of a prompt."""
+    room for the blocks of a prompt: on a busy machine those that were read may have to leave before
+    their request takes them, so prompts come several times."""
     folder, disk = model_of("windows", tmp_path), tmp_path / "kv"
     settings = SETTINGS | {"cache.host_bytes": 2**17, "cache.disk_path": str(disk)}
     others = [[*prompt[20:], 9, 5] for prompt in PROMPTS]
@@ -230,7 +231,10 @@ def test_a_disk_that_gets_full_changes_no_text(
             llm.generate(others, params_of(0.0))
             llm.run(until(lambda: "no further KV blocks are written" in caplog.text))
             kept = files_of(disk)
-            assert texts_of(llm) == expected
+            for _ in range(5):
+                assert texts_of(llm) == expected
+                if scheduler.stats.loaded_tokens > before:
+                    break
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert scheduler.stats.loaded_tokens > before
