@@ -62,8 +62,10 @@ class RowTimes:
         self._latest = step
         known, samples = self._seconds[index], self._samples[index]
         self._samples[index] += 1
-        if samples:
-            weight = max(_WEIGHT, 1.0 / (samples + 1), min(_MAX_WEIGHT, age / _MEMORY))
+        weight = max(_WEIGHT, 1.0 / (samples + 1), min(_MAX_WEIGHT, age / _MEMORY))
+        if self._has_start:  # a first step may have had to wait until its graph was captured
+            known, weight = known or self.seconds(rows), min(_MAX_WEIGHT, weight)
+        if samples or self._has_start:
             known += weight * (min(seconds, _OUTLIER * known) - known)
         else:
             known = seconds
