@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 TINY = (
     "--set parallel.executor=inline --set parallel.device=cpu --set parallel.cpu_threads=1 "
-    "--set cache.num_blocks=256 --set scheduler.max_num_seqs=8"
+    "--set cache.num_blocks=256 --set scheduler.max_num_seqs=8 --idle 0"
 )
 
 
