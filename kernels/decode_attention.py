@@ -47,10 +47,10 @@ from aioinfer.kernels.attention_tiles import (
 from aioinfer.kernels.cascade_attention import add_prefix, launch_prefix
 from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
-    QUERY_ROWS,
     DecodeConfig,
     DecodeWorkspace,
     load_plan,
+    tile_lines,
     tile_range,
     tiles_behind,
 )
@@ -454,7 +454,7 @@ def launch_decode(
             fp16_operands=fp16_operands, pdl=pdl,
         )  # fmt: skip
     tiles = DecodeTiles(
-        max(QUERY_ROWS, shape.group_pad), config.tile, workspace.max_joined, workspace.window,
+        tile_lines(shape.group), config.tile, workspace.max_joined, workspace.window,
         workspace.splits, fp16_operands,
         _uses_pairs(config, source.qkv, k_cache), source.qkv.is_cuda,
     )  # fmt: skip

@@ -82,14 +82,20 @@ def merged_splits(config: DecodeConfig, heads: int, head_size: int) -> int:
     return max(2, min(32, config.num_warps * 4096 // numbers))
 
 
+def tile_lines(group: int) -> int:
+    """Returns the rows of a product that computes `group` query heads of a row, or of several."""
+    return max(QUERY_ROWS, triton.next_power_of_2(group))
+
+
 def joined_rows(group: int) -> int:
     """Returns how many adjacent rows of one sequence fit into the rows of a product, with `group`
     query heads each."""
-    return max(1, QUERY_ROWS // triton.next_power_of_2(group))
+    return tile_lines(group) // triton.next_power_of_2(group)
 
 
 class Parts(NamedTuple):
-    """Partial results of a decode kernel with P programs, G query heads a KV head.
+    """Partial results of a decode kernel with P programs, G query heads a KV head, or as many lines
+    as a tile has where rows may be joined.
 
     Attributes:
         outputs: float32 [P, 2, G, D], unnormalised, of (row, head) pairs that a span covers in
@@ -179,8 +185,7 @@ class DecodeWorkspace:
         group = num_q_heads // self.num_kv_heads
         if self.joined is None or rows < MIN_JOINED_ROWS * max(1, head_size // 128):
             return replace(self, cascade=None)
-        lines = joined_rows(group) * triton.next_power_of_2(group)
-        splits = merged_splits(self.config, lines, head_size)
+        splits = merged_splits(self.config, tile_lines(group), head_size)
         return replace(self, cascade=None, max_joined=joined_rows(group), splits=splits)
 
     @classmethod
@@ -203,7 +208,7 @@ class DecodeWorkspace:
         if programs is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             programs = processors * config.programs_per_sm
-        lines = joined_rows(group) * triton.next_power_of_2(group) if max_rows else group
+        lines = tile_lines(group) if max_rows else group
         entries, channels = programs * 2 * lines, triton.next_power_of_2(head_size)
         splits = merged_splits(config, merged_heads or group, head_size)
         floats = torch.empty(entries * (channels + 2), dtype=torch.float32, device=device)

@@ -25,6 +25,7 @@ from aioinfer.kernels.decode_plan import (
     DecodeConfig,
     DecodeWorkspace,
     load_plan,
+    tile_lines,
     tile_range,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -215,7 +216,7 @@ def latent_decode(
         absorbed, rotated, cache, out, block_tables, seq_lens, workspace.plan, workspace.parts,
         scale * LOG2_E.value, absorbed.stride(0), rotated.stride()[:2], out.stride(0),
         block_tables.stride(0), cache.stride()[:2],
-        SHAPE=shape, ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)), ROTARY=rotary,
+        SHAPE=shape, ROWS=tile_lines(group), ROTARY=rotary,
         ROTARY_PAD=tile_channels(rotary), TILE=config.tile, FIELDS=PLAN_FIELDS,
         SPLITS=workspace.splits, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,

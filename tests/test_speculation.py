@@ -476,9 +476,11 @@ class LateCaptures:
     def __call__(self, rows: int, ahead: bool = False) -> float:
         sizes = self.AHEAD_MS if ahead else self.PLAIN_MS
         size = next(size for size in (*sizes, rows) if size >= rows)
-        waits = ahead and size in self.missing
-        self.missing.discard(size if ahead else 0)
-        return (sizes.get(size, 2.0 * rows) + 60.0 * waits) / 1e3
+        took = sizes.get(size, 2.0 * rows)
+        if ahead and size in self.missing:
+            self.missing.remove(size)
+            took += 60.0
+        return took / 1e3
 
 
 def test_a_capture_does_not_keep_drafts_away() -> None:

@@ -10,7 +10,7 @@ A graph is captured for several sizes, and a step replays the next larger one. A
 their memory, so no two are replayed at the same time. `graph_bodies.GraphBodies` has the launches
 that they are captured from.
 
-To capture one takes some 30 ms, nearly all of it Python that launches kernels, and there are about
+To capture one takes 30 to 55 ms, nearly all of it Python that launches kernels, and there are about
 a hundred: more than half of a start that finds its kernels on disk. A rank that computes alone
 captures a fifth of them before it serves, the largest of each kind first, since the others fit into
 its memory; then one at a time while it has nothing else to do. What a busy rank still misses:

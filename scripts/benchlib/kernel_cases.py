@@ -198,7 +198,7 @@ def lookahead_cases(tune: bool) -> Iterator[Case]:
         lens, offsets = ints(keys), ints([*range(ahead)] * count)
         queries = random_tensor(len(keys), q_heads, size)
         workspace = DecodeWorkspace.create(q_heads, caches[0][0], max_rows=len(keys))
-        joined = workspace.for_lookahead(q_heads, size, MIN_JOINED_ROWS * size)
+        joined = workspace.for_lookahead(q_heads, size, MIN_JOINED_ROWS * size // 128)
         of_rows = [(k, v, t.repeat_interleave(ahead, 0).contiguous()) for k, v, t in caches]
         for variant, space in (("one by one", workspace), ("joined", joined)):
             plan_decode(space, lens, offsets=offsets)

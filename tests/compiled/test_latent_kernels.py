@@ -12,8 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.attention_tiles import HeadShape
-from aioinfer.kernels.decode_attention import QUERY_ROWS
-from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, merged_splits
+from aioinfer.kernels.decode_plan import PLAN_FIELDS, QUERY_ROWS, Parts, merged_splits
 from aioinfer.kernels.latent_attention import _latent_decode_kernel, head_group, latent_config
 from aioinfer.kernels.latent_cache import _latent_cache_kernel
 from aioinfer.kernels.latent_prefill import ITEM_FIELDS, _latent_prefill_kernel, tile_config

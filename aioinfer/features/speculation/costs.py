@@ -16,9 +16,9 @@ SIZES = (
     *(1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320),
     *(384, 448, 512, 640, 768, 896, 1024),
 )  # fmt: skip
-#: Weight of a step, more for the first ones of a size, as in a plain average, and more by its part
-#: of so many steps since the last one of its size. A step counts as no longer than so many times
-#: what was expected.
+#: Weight of a step, more for the first ones of a size, as in a plain average (with times of the
+#: start up to the maximum), and more, up to the maximum, by its part of so many steps since the
+#: last one of its size. A step counts as no longer than so many times what was expected.
 _WEIGHT, _MAX_WEIGHT, _MEMORY, _OUTLIER = 0.1, 0.3, 300, 2.0
 #: Without times of the start a size is known once so many steps were measured, until so many others
 #: were. With them a step of any size corrects the others, and only after so many without any are
@@ -37,18 +37,16 @@ class RowTimes:
     """
 
     def __init__(self) -> None:
-        self.is_known, self.factor, self._has_start = False, 1.0, False
+        self.is_known, self.factor = False, 1.0
         self._start = [0.0] * len(SIZES)  # seconds as measured at the start
         self._seconds = [0.0] * len(SIZES)
         self._samples = [0] * len(SIZES)
         self._last = [0] * len(SIZES)  # the step at which each size was measured last
-        self._latest = 0  # the step at which any was
 
     def start_with(self, rows: int, seconds: float) -> None:
         """Takes in what was measured at the start."""
         if rows <= SIZES[-1]:
-            self._start[_index(rows)] = seconds
-            self.is_known = self._has_start = True
+            self._start[_index(rows)], self.is_known = seconds, True
 
     def at_start(self, rows: int) -> float:
         """Returns the seconds of a step of so many rows as measured at the start; 0.0 if it was
@@ -59,16 +57,13 @@ class RowTimes:
         """Takes in step number `step`."""
         index = _index(rows)
         age, self._last[index] = step - self._last[index], step
-        self._latest = step
         known, samples = self._seconds[index], self._samples[index]
         self._samples[index] += 1
         weight = max(_WEIGHT, 1.0 / (samples + 1), min(_MAX_WEIGHT, age / _MEMORY))
         if self._has_start:  # a first step may have had to wait until its graph was captured
             known, weight = known or self.seconds(rows), min(_MAX_WEIGHT, weight)
-        if samples or self._has_start:
-            known += weight * (min(seconds, _OUTLIER * known) - known)
-        else:
-            known = seconds
+        known = known or seconds
+        known += weight * (min(seconds, _OUTLIER * known) - known)
         self._seconds[index], self.is_known = known, True
         self.limit(index - 1, known)
 
@@ -84,7 +79,7 @@ class RowTimes:
     def is_stale(self, rows: int, step: int) -> bool:
         """Whether steps of so many rows have to be measured by step number `step`."""
         if self._has_start:
-            return step - self._latest > _MAX_AGE
+            return step - max(self._last) > _MAX_AGE
         index = _index(rows)
         return self._samples[index] < _MIN_SAMPLES or step - self._last[index] > _MAX_AGE
 
@@ -107,6 +102,11 @@ class RowTimes:
         known = self._value(below)
         guess = known * (SIZES[index] / SIZES[below]) ** _POWER
         return guess if above is None else min(guess, max(self._value(above), known))
+
+    @property
+    def _has_start(self) -> bool:
+        """Whether any size was measured at the start."""
+        return any(self._start)
 
     def _value(self, index: int) -> float:
         return self._seconds[index] or self.factor * self._start[index]
