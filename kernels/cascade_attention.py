@@ -34,6 +34,7 @@ from aioinfer.kernels.attention_tiles import (
     rotated_heads,
     softmax_step,
 )
+from aioinfer.kernels.launch import pad_rows
 from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -41,9 +42,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #: it, tiles of such rows, parts of the prefix, KV tiles a part, the row whose table is read.
 _FIELDS = 8
 _CHUNK = 32
+#: Rows a warp when the prefix is searched for. Each is compared with `_CHUNK` others at a time, in
+#: unrolled code: with 128 rows a warp, 1024 rows took 3 s to compile.
+_ROWS_PER_WARP = 32
 #: Of `CascadeConfig`: fewer rows, or fewer keys saved, are not worth the launch.
 MIN_ROWS, MIN_SAVED_KEYS = 8, 8192
-_MIN_ROWS_PAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,7 @@ def find_shared_prefix(
     if block_tables is None or rows < config.min_rows:
         workspace.rows.zero_()
         return
+    padded = pad_rows(rows)
     _find_kernel[(1,)](
         block_tables, seq_lens, workspace.rows, rows, block_tables.stride(0),
         KV_HEADS=workspace.num_kv_heads,
@@ -284,7 +288,7 @@ def find_shared_prefix(
         STEP=workspace.step, BLOCK_SIZE=workspace.block_size, PROGRAMS=workspace.programs,
         MAX_SPLITS=config.max_splits, MIN_SPLIT=config.min_split, MIN_ROWS=config.min_rows,
         MIN_SAVED=config.min_saved, MAX_ROWS=workspace.max_rows,
-        ROWS_PAD=max(_MIN_ROWS_PAD, triton.next_power_of_2(rows)), CHUNK=_CHUNK, num_warps=8,
+        ROWS_PAD=padded, CHUNK=_CHUNK, num_warps=min(32, padded // _ROWS_PER_WARP),
     )  # fmt: skip
 
 

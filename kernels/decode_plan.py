@@ -23,11 +23,11 @@ from aioinfer.kernels.cascade_attention import (
     CascadeWorkspace,
     find_shared_prefix,
 )
+from aioinfer.kernels.launch import pad_rows
 
 # first row, head and tile, number of tiles, tiles a program, keys of the first row: one 32-byte
 # sector
 PLAN_FIELDS = 8
-MIN_ROWS_PAD = 256
 # the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
 # them
 QUERY_ROWS = 16
@@ -410,7 +410,7 @@ def plan_decode(
         TILE=workspace.config.tile,
         SPLITS=workspace.splits, PART_TILES=workspace.config.part_tiles,
         WHOLE_TILES=workspace.config.whole_tiles, PROGRAMS=programs,
-        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
+        ROWS_PAD=pad_rows(rows),
         FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, JOINED=workspace.max_joined,
         num_warps=4,
     )  # fmt: skip

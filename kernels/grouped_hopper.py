@@ -70,17 +70,17 @@ MIN_WEIGHTS = 20 * 2**20
 
 
 @gluon.jit
-def _share(item, units, SPLITS: gl.constexpr):
+def _share(item, units, splits):
     """Returns the units of work item `item`: from the first to before the second."""
-    share = (units + SPLITS - 1) // SPLITS
-    begin = item % SPLITS * share
+    share = (units + splits - 1) // splits
+    begin = item % splits * share
     return begin, gl.minimum(begin + share, units)
 
 
 @gluon.jit
 def _produce_words(
-    GROUP: gl.constexpr, SPLITS: gl.constexpr, SIZE: gl.constexpr, packed, scales, scale_smem,
-    w_smem, w_full, w_empty, items, token_tiles, weight_tiles, units
+    GROUP: gl.constexpr, SIZE: gl.constexpr, packed, scales, scale_smem, w_smem, w_full, w_empty,
+    items, token_tiles, weight_tiles, units, splits
 ):  # fmt: skip
     """Loads words and scales of every work item as stages become free. The kernel before does not
     write them, so it is not waited for."""
@@ -92,8 +92,8 @@ def _produce_words(
     NBYTES: gl.constexpr = CONSUMERS * packed.block_type.nbytes + SCALES * scales.block_type.nbytes
     loaded = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, weight_tile = tiles_of_item(item // SPLITS, token_tiles, weight_tiles, GROUP)
-        begin, end = _share(item, units, SPLITS)
+        _, weight_tile = tiles_of_item(item // splits, token_tiles, weight_tiles, GROUP)
+        begin, end = _share(item, units, splits)
         for unit in range(begin, end):
             stage = loaded % STAGES
             mbarrier.wait(w_empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
@@ -115,8 +115,8 @@ def _produce_words(
 
 @gluon.jit
 def _produce_x(
-    PDL: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, x, x_smem, full, empty, items,
-    token_tiles, weight_tiles, units
+    PDL: gl.constexpr, GROUP: gl.constexpr, x, x_smem, full, empty, items, token_tiles,
+    weight_tiles, units, splits
 ):  # fmt: skip
     """Loads x for every work item as stages become free, after the kernel before.
 
@@ -130,8 +130,8 @@ def _produce_x(
         gdc_wait()
     loaded = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, _ = tiles_of_item(item // SPLITS, token_tiles, weight_tiles, GROUP)
-        begin, end = _share(item, units, SPLITS)
+        token_tile, _ = tiles_of_item(item // splits, token_tiles, weight_tiles, GROUP)
+        begin, end = _share(item, units, splits)
         for run in range(begin * RUNS, end * RUNS):
             stage = loaded % STAGES
             mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
@@ -219,7 +219,7 @@ def _sums(
 
 
 @gluon.jit
-def _is_last(acc, partials, counter, split, SPLITS: gl.constexpr):
+def _is_last(acc, partials, counter, split, splits):
     """Writes a program's sums; returns whether all others of the tile have been written. Then the
     counter is reset."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -230,21 +230,20 @@ def _is_last(acc, partials, counter, split, SPLITS: gl.constexpr):
     place = row[:, None] * TOKENS + token[None, :]
     gl.store(partials + split * (ROWS * TOKENS) + place, acc)
     gl.thread_barrier()
-    last = gl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+    last = gl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
     if last:
         gl.store(counter, 0)
     return last
 
 
 @gluon.jit
-def _total(partials, SPLITS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-           layout: gl.constexpr):  # fmt: skip
+def _total(partials, splits, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
     """Returns the sum of all programs' sums of a tile, in the order of the inputs."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
     place = row[:, None] * TOKENS + token[None, :]
     acc = gl.load(partials + place, cache_modifier=".cg")
-    for split in range(1, SPLITS):
+    for split in range(1, splits):
         acc += gl.load(partials + split * (ROWS * TOKENS) + place, cache_modifier=".cg")
     return acc
 
@@ -275,10 +274,10 @@ def _write(
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    PART: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr, HAS_ZEROS: gl.constexpr,
     GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr, out, residual, partials, counters, staging,
     added, scale_smem, w_smem, w_full, w_empty, x_smem, full, empty, items, token_tiles,
-    weight_tiles, units
+    weight_tiles, units, splits
 ):  # fmt: skip
     """Computes the part of consumer `PART` of every work item: 64 weight rows."""
     TOKENS: gl.constexpr = x_smem.shape[1]
@@ -289,34 +288,34 @@ def _consume(
     used = gl.program_id(0) * 0
     turn = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile = item // SPLITS
+        tile = item // splits
         token_tile, weight_tile = tiles_of_item(tile, token_tiles, weight_tiles, GROUP)
-        begin, end = _share(item, units, SPLITS)
+        begin, end = _share(item, units, splits)
         acc = _sums(
             PART, HAS_ZEROS, end - begin, used, scale_smem, w_smem, w_full, w_empty, x_smem, full,
             empty, layout
         )  # fmt: skip
         used += end - begin
         place = [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS]
-        if SPLITS == 1:
-            _write(acc, place, turn, PART, GATED, HAS_RESIDUAL, out, residual, mine, added)
-            turn += 1
-        else:
+        if SHARED:
             part = tile * CONSUMERS + PART
-            sums = partials + part * (SPLITS * ROWS * TOKENS)
-            if _is_last(acc, sums, counters + part, item % SPLITS, SPLITS):
-                total = _total(sums, SPLITS, ROWS, TOKENS, layout)
+            sums = partials + part * (splits * ROWS * TOKENS)
+            if _is_last(acc, sums, counters + part, item % splits, splits):
+                total = _total(sums, splits, ROWS, TOKENS, layout)
                 _write(total, place, turn, PART, GATED, HAS_RESIDUAL, out, residual, mine, added)
                 turn += 1
+        else:
+            _write(acc, place, turn, PART, GATED, HAS_RESIDUAL, out, residual, mine, added)
+            turn += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "units"])
+@gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "units", "splits"])
 def _kernel(
     x, packed, scales, out, residual, partials, counters, items, token_tiles, weight_tiles, units,
-    STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, SCALES: gl.constexpr, SIZE: gl.constexpr,
-    SPLITS: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, GATED: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    splits, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, SCALES: gl.constexpr,
+    SIZE: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_smem = allocate_boxes(x, STAGES)
     w_smem = gl.allocate_shared_memory(
@@ -336,18 +335,18 @@ def _kernel(
         mbarrier.init(added.index(part), 1)
     fence_async_shared()
     gl.thread_barrier()
-    counts = (items, token_tiles, weight_tiles, units)
+    counts = (items, token_tiles, weight_tiles, units, splits)
     words = (scale_smem, w_smem, w_full, w_empty)
     inputs = (x_smem, full, empty)
     rest = (out, residual, partials, counters, staging, added) + words + inputs + counts
     # constants must be named in each tuple: in a variable they would become constants of constants
     gl.warp_specialize(
         [
-            (_consume, (0, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
-            (_consume, (1, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
-            (_consume, (2, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
-            (_produce_words, (GROUP, SPLITS, SIZE, packed, scales) + words + counts),
-            (_produce_x, (PDL, GROUP, SPLITS, x) + inputs + counts),
+            (_consume, (0, GROUP, SHARED, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
+            (_consume, (1, GROUP, SHARED, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
+            (_consume, (2, GROUP, SHARED, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
+            (_produce_words, (GROUP, SIZE, packed, scales) + words + counts),
+            (_produce_x, (PDL, GROUP, x) + inputs + counts),
         ],
         [4, 4, 1, 1],
         [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -443,9 +442,9 @@ def grouped_hopper(
         descriptor(x, [config.tokens, MAX_RUN]), _word_descriptor(weight),
         _scale_descriptor(weight), target,
         target if residual is None else descriptor(residual, tile), partials, weight.counters,
-        items, token_tiles, weight_tiles, weight.units,
+        items, token_tiles, weight_tiles, weight.units, config.splits,
         STAGES=config.stages, WORD_STAGES=config.word_stages, SCALES=scales_of_unit(weight.group),
-        SIZE=weight.group, SPLITS=config.splits, GROUP=config.group, HAS_ZEROS=weight.has_zeros,
+        SIZE=weight.group, SHARED=config.splits > 1, GROUP=config.group, HAS_ZEROS=weight.has_zeros,
         GATED=gated, HAS_RESIDUAL=residual is not None, REGISTERS=REGISTERS, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

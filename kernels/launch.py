@@ -53,6 +53,16 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def pad_rows(rows: int) -> int:
+    """Returns the length, 256 or 4 or 16 times as much, of the vectors of a kernel of which each
+    program reads something of all `rows` rows of a step. Each length is compiled for itself, so
+    there are few."""
+    padded = 256
+    while padded < rows:
+        padded *= 4
+    return padded
+
+
 def first_bound(table: Iterable[tuple[float | None, Config]], size: float) -> Config:
     """Returns the first entry of a table of configurations whose bound is at least `size`; the last
     bound may be None."""

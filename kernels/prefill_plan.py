@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-
-MIN_ROWS_PAD = 256
+from aioinfer.kernels.launch import pad_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +126,5 @@ def plan_prefill(
     _plan_kernel[(max(1, count),)](
         query_starts, seq_lens, plan.tiles, first_row, rows,
         GROUP=plan.group, TILE_ROWS=plan.tile_rows,
-        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), num_warps=4,
+        ROWS_PAD=pad_rows(rows), num_warps=4,
     )  # fmt: skip

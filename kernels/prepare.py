@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.launch import pad_rows
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TOKENS_PER_PROGRAM = 1024
-MIN_ROWS_PAD = 256  # few sizes, so that few specialisations have to be compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def prepare_inputs(
         num_tokens,
         tokens.stride(0), tables.stride(0), inputs.block_tables.stride(0),
         0 if inputs.rotary is None else inputs.rotary.stride(0),
-        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size,
+        ROWS_PAD=pad_rows(rows), BLOCK_SIZE=block_size,
         BLOCK=block, KEEPS_FIRST=keeps_first, num_warps=4,
     )  # fmt: skip
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.launch import multiprocessors
+from aioinfer.kernels.launch import multiprocessors, pad_rows
 
-_MIN_ROWS_PAD = 256
 _PROGRAMS_PER_SM = 8
 
 
@@ -232,7 +231,7 @@ def plan_chunks(
             f"{num_tokens} tokens"
         )
     # one variant of the kernel for all steps: by the plan's rows, not by the step's
-    rows_pad = max(_MIN_ROWS_PAD, triton.next_power_of_2(len(plan.rows) - 1))
+    rows_pad = pad_rows(len(plan.rows) - 1)
     _plan_kernel[(max(1, rows),)](
         query_starts, seq_lens, plan.chunks, plan.rows, rows, LENGTH=plan.length,
         MIN_TOKENS=plan.min_tokens, IS_ALIGNED=plan.is_aligned,

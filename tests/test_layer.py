@@ -44,9 +44,6 @@ class Scale(Part):
     def kinds(self) -> tuple[Hashable, ...]:
         return ()
 
-    def warm_up(self, hidden_size: int) -> None:
-        raise NotImplementedError
-
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         stream.add_over_ranks(stream.normed(self.norm) * self.factor)
 
@@ -66,9 +63,6 @@ class Mean(Mixer):
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         return ()
-
-    def warm_up(self, hidden_size: int) -> None:
-        raise NotImplementedError
 
     def bind(self, caches: Sequence[LayerCache], plans: object) -> None:
         self.bound = tuple(cache.group for cache in caches)

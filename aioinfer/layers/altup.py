@@ -106,9 +106,6 @@ class _WithoutProducts(Part):
         """See `Part.kinds`."""
         return ()
 
-    def warm_up(self, hidden_size: int) -> None:
-        """Does nothing."""
-
 
 class PredictStreams(_WithoutProducts):
     """Predicts the streams of a layer, and makes the active one the hidden states.
@@ -161,10 +158,6 @@ class CorrectStreams(_WithoutProducts):
         """See `Part.kinds`."""
         return self._input.kinds
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self._input.warm_up(hidden_size)
-
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""
         shape, streams, computed = self._shape, self._shape.of(stream), stream.hidden
@@ -192,11 +185,6 @@ class _Projections(Part):
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
         return tuple(projection.weight.kind for projection in self._projections[:1])
-
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        for projection in self._projections[:1]:
-            projection.weight.warm_up()
 
 
 class SpreadStreams(_Projections):
@@ -256,11 +244,6 @@ class Laurel(Part):
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
         return self._left.weight.kind, self._right.weight.kind
-
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self._left.weight.warm_up()
-        self._right.weight.warm_up()
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""

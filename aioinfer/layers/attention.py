@@ -208,11 +208,6 @@ class Attention(Mixer):
         others = 2 * heads * size + torch.arange(2 * shape.num_kv_heads * size)
         return torch.cat((gated[:, 0].flatten(), others, gated[:, 1].flatten()))
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.qkv.warm_up(self._norm)
-        self.output.warm_up()
-
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""

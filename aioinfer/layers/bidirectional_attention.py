@@ -98,11 +98,6 @@ class BidirectionalAttention(Mixer):
         """See `Part.kinds`."""
         return self.qkv.weight.kind, self.output.weight.kind
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.qkv.warm_up(self._norm)
-        self.output.warm_up()
-
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`. All tokens stay in the stream, also in the last layer."""
         qkv = self.qkv.of_normed(stream, self._norm)

@@ -117,12 +117,6 @@ class CrossAttention(Mixer):
         """See `Part.kinds`."""
         return self.queries.weight.kind, self.output.weight.kind
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.queries.warm_up(self._norm)
-        self.keys_values.warm_up(None)
-        self.output.warm_up()
-
     def lacks(self, block_size: int) -> str | None:
         """See `Mixer.lacks`."""
         from aioinfer.kernels.paged_attention import HEAD_SIZES

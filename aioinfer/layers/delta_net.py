@@ -105,14 +105,6 @@ class GatedDeltaNet(Mixer):
             if order is not None:
                 linear.reorder_rows(order)
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        for linear in self.inputs:
-            linear.warm_up(self._norm)
-        for linear in self.low_rank:
-            linear.warm_up(None)
-        self.output.warm_up()
-
     def lacks(self, block_size: int) -> str | None:
         """See `Mixer.lacks`."""
         from aioinfer.layers.kernel_states import supports

@@ -360,14 +360,10 @@ class MixtureMLP(Part):
         return "experts", *self.experts[0].kinds
 
     def warm_up(self, hidden_size: int) -> None:
-        """Launches the products of an expert in every configuration that the number of rows
-        selects."""
+        """See `Part.warm_up`: the products of an expert."""
         expert = self.experts[0]
-        expert.gate_up.warm_up()
-        expert.down.warm_up()
-        if self._latents is not None:
-            self._latents.down.warm_up(None)
-            self._latents.up.warm_up(None)
+        expert.gate_up.warm_up("plain")
+        expert.down.warm_up("plain")
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""

@@ -155,6 +155,15 @@ class KernelChoices:
         choices.add_weight(weight)
         return choices
 
+    def warm_up(self) -> None:
+        """Launches the products that were computed so far in every configuration that the number of
+        rows selects."""
+        for choices in list(self.products.values()):
+            for weight in choices.weights[:1]:
+                weight.warm_up(
+                    choices.product.operation, choices.norm, has_single_row=choices.has_single_row
+                )
+
 
 #: The text of a candidate by number of rows, by the text of a product.
 Texts = dict[str, dict[int, str]]

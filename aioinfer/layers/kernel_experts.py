@@ -156,8 +156,7 @@ class KernelMixtureMLP(MixtureMLP):
         )
 
     def warm_up(self, hidden_size: int) -> None:
-        """Launches routing and products in every configuration that the number of tokens
-        selects."""
+        """See `Part.warm_up`: routing and products."""
         backend = self._backend
         for tokens, scanned, routing, products in self._configurations():
             x = torch.zeros(tokens, hidden_size, dtype=backend.dtype, device=backend.device)
@@ -169,8 +168,6 @@ class KernelMixtureMLP(MixtureMLP):
             for norm in (None,) if fused is None else (None, fused):
                 routed = self._route(x, buckets=not scanned, config=routing, norm=norm)
                 self._add(ResidualStream(x.clone(), backend), x, routed, products, terms)
-        for linear in self._latents or ():
-            linear.warm_up(None)
 
     def _configurations(self) -> list[tuple[int, bool, _RoutingConfigs, _Configs]]:
         """Returns (tokens of a launch, whether without buckets, configurations) of each kind of

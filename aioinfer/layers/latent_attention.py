@@ -129,13 +129,6 @@ class LatentAttention(Mixer):
         latents = torch.cat((torch.arange(shape.latent_size), shape.latent_size + rotated))
         self.down.reorder_rows(torch.cat((queries, len(queries) + latents)))
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.down.warm_up(self._norm)
-        if self.query_up is not None:
-            self.query_up[1].warm_up(None)
-        self.output.warm_up()
-
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
         (given,) = caches

@@ -69,9 +69,9 @@ class Part(ABC):
     def kinds(self) -> tuple[Hashable, ...]:
         """The kinds of its weights: parts with equal kinds launch the same kernels."""
 
-    @abstractmethod
-    def warm_up(self, hidden_size: int) -> None:
-        """Launches the products in every configuration that the number of rows selects."""
+    def warm_up(self, hidden_size: int) -> None:  # noqa: B027  (most parts have none)
+        """Launches products of which no step says how many rows they have, in every configuration
+        that the number of rows selects: those of experts."""
 
     @abstractmethod
     def __call__(self, stream: ResidualStream, step: Step) -> None:

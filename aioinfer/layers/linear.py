@@ -110,12 +110,6 @@ class ColumnParallelLinear:
             self._epilogue = Epilogue(norm, self.bias, gate, activation=activation)
         return self.weight.multiply(x, self._epilogue)
 
-    def warm_up(self, norm: Norm | None, gate: str | None = None) -> None:
-        """Launches the products of `of_normed` in every configuration that the number of rows
-        selects; both ways where an all-reduce may do the norm."""
-        for before in (norm, None) if self._backend.group.size > 1 else (norm,):
-            self.weight.warm_up(Epilogue(before, self.bias, gate))
-
 
 class RowParallelLinear:
     """A linear layer whose input features are split over the ranks: its results are summed, and the
@@ -200,12 +194,6 @@ class RowParallelLinear:
             product = self.weight.multiply(x, Epilogue(None, self.bias, None, hidden))
             if product is not hidden:
                 stream.add_parts(product)
-
-    def warm_up(self) -> None:
-        """Launches this rank's products in every configuration that the number of rows selects."""
-        if self._backend.group.size == 1:
-            self.weight.warm_up(adds=True)
-        self.weight.warm_up()  # over several ranks, or normed before it is added
 
     def _partial(self, x: Any) -> torch.Tensor:
         """Writes this rank's part of the product to symmetric memory and returns it; rank 0 adds

@@ -92,11 +92,6 @@ class Mamba2(Mixer):
         """See `Part.kinds`."""
         return self.inputs.weight.kind, self.output.weight.kind
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.inputs.warm_up(self._norm)
-        self.output.warm_up()
-
     def lacks(self, block_size: int) -> str | None:
         """See `Mixer.lacks`."""
         from aioinfer.layers.kernel_states import MAX_MAMBA_STATE, supports

@@ -55,11 +55,6 @@ class MLP(Part):
             self.up.reorder_rows(channels)
             self.down.read_in_order(channels)
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.up.warm_up(self._norm)
-        self.down.warm_up()
-
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
@@ -124,11 +119,6 @@ class GatedMLP(Part):
         channels = torch.arange(self._channels) if channels is None else channels.cpu()
         self.gate_up.reorder_rows(interleave(torch.cat((channels, channels + self._channels))))
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.gate_up.warm_up(self._norm, self._activation)
-        self.down.warm_up()
-
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
@@ -156,11 +146,6 @@ class SparseGatedMLP(GatedMLP):
         self.gate_up.weight.gate = ""  # the product is of gates that are not activated
         self._group, self._total = backend.group, total
         self._deviations = NormalDist().inv_cdf(sparsity)
-
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self.gate_up.warm_up(self._norm)
-        self.down.warm_up()
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""

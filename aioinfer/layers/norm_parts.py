@@ -24,9 +24,6 @@ class StreamNorm(Part):
         """See `Part.kinds`."""
         return ()
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`: there are no products."""
-
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""
         stream.become_normed(self._norm)
@@ -54,11 +51,6 @@ class NormedSum(Part):
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
         return tuple(kind for part in self._parts for kind in part.kinds)
-
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        for part in self._parts:
-            part.warm_up(hidden_size)
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""

@@ -55,10 +55,6 @@ class PerLayerEmbedding(Part):
         """See `Part.kinds`."""
         return (self._projection.weight.kind,)
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self._projection.weight.warm_up()
-
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Makes the stream's side [T, layers * size]."""
         ids, table = step.inputs.input_ids, self._table
@@ -98,11 +94,6 @@ class PerLayerInput(Part):
         """See `Part.kinds`."""
         return self._gate.weight.kind, self._projection.weight.kind
 
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        self._gate.weight.warm_up()
-        self._projection.weight.warm_up()
-
     def addend(self, stream: ResidualStream, x: torch.Tensor) -> torch.Tensor:
         """Returns the addend [T, hidden_size] for x [T, hidden_size]."""
         assert stream.side is not None
@@ -140,9 +131,6 @@ class StreamScale(Part):
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
         return ()
-
-    def warm_up(self, hidden_size: int) -> None:
-        """Does nothing: there are no products."""
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""

@@ -233,7 +233,6 @@ class GraphBodies:
         from aioinfer.layers.formats.dense import MAX_FEW_ROWS
 
         model, device = self._model, self.device
-        model.warm_up()
         model.take_part()
         if not model.supports_graphs:
             return
@@ -243,7 +242,8 @@ class GraphBodies:
         # beyond MAX_FEW_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
         sizes = (1, 2, MAX_FEW_ROWS + 1, 17, 33, 65, 129, 193)
         few = [rows for rows in sizes if rows < most]
-        many = [1 << bits for bits in range(8, most.bit_length()) if 1 << bits < most]
+        # beyond the lengths of `kernels.launch.pad_rows`
+        many = [1 << bits for bits in range(8, most.bit_length(), 2) if 1 << bits < most]
         for rows in sorted({*few, *(size + 1 for size in many), capacity, most}):
             if rows <= capacity:
                 self.launch_decode(rows)

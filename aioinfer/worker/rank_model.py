@@ -132,6 +132,14 @@ class RankModel:
                 extension.allocate(config.max_step_tokens, config.scheduler.max_num_seqs)
             backend.extension = extension
 
+    def warm_up(self) -> None:
+        """Launches the products that steps have computed before, and those of experts, in every
+        configuration that the number of rows selects."""
+        self._backend.choices.warm_up()
+        self.model.warm_up()
+        if self.drafter is not None:
+            self.drafter.warm_up()
+
     def bind(self, kv: KVTensors, block_size: int, rows: int, tokens: int) -> None:
         """Gives the layers their KV caches, and sums over the ranks.
 

@@ -19,6 +19,7 @@ from aioinfer.worker.peers import Peers
 
 if TYPE_CHECKING:
     from aioinfer.worker.kernel_timing import KernelTiming
+    from aioinfer.worker.rank_model import RankModel
 
 
 class GpuWarmUp:
@@ -28,11 +29,12 @@ class GpuWarmUp:
         device: the runner's.
     """
 
-    def __init__(self, steps: DummySteps, backend: Backend, peers: Peers):
+    def __init__(self, steps: DummySteps, layers: RankModel, backend: Backend, peers: Peers):
         """
         Args:
             steps: dummy steps on the runner.
-            backend: of the rank's layers.
+            layers: of the rank.
+            backend: of these layers.
             peers: the ranks that it computes with.
         """
         from aioinfer.worker.gpu_device import GpuDevice
@@ -40,7 +42,7 @@ class GpuWarmUp:
         device = steps.runner.device
         assert isinstance(device, GpuDevice)
         self.device = device
-        self._steps, self._backend, self._peers = steps, backend, peers
+        self._steps, self._layers, self._backend, self._peers = steps, layers, backend, peers
         self._bodies = GraphBodies(steps.runner, device)
         self._timing = self._make_timing()
 
@@ -64,6 +66,7 @@ class GpuWarmUp:
                 if largest is not None:
                     run_kinds(backend, lambda: steps.run(largest))
                 run_kinds(backend, steps.run_all)
+                run_kinds(backend, self._layers.warm_up)
                 run_kinds(backend, bodies.warm_up)
             if self._timing is not None:
                 self._timing.prepare()

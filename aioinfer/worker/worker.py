@@ -320,7 +320,7 @@ class Worker(CalledWorker):
 
     def _warm_up_kernels(self, steps: DummySteps, *, leaves_graphs: bool) -> None:
         """Does what `warm_up` does on a GPU."""
-        warm_up = GpuWarmUp(steps, self._backend, self._peers)
+        warm_up = GpuWarmUp(steps, self._layers, self._backend, self._peers)
         warm_up.compile(self.compilers)
         with self._peers.together("warming up", self.on_stuck):
             self.timed_choices = warm_up.run()
@@ -484,6 +484,7 @@ class Worker(CalledWorker):
         if self.device.type != "cpu":
             # of all steps: this step's few kernels would leave most cores idle; kernels that the
             # real cache needs besides are compiled in `warm_up`
-            GpuWarmUp(steps, self._backend, self._peers).compile(self.compilers, plan)
+            warm_up = GpuWarmUp(steps, self._layers, self._backend, self._peers)
+            warm_up.compile(self.compilers, plan)
         with self._peers.together("the largest step", self.on_stuck):
             run_kinds(self._backend, lambda: steps.run(plan))

@@ -46,7 +46,7 @@ def compile_product(
     }  # fmt: skip
     constants = {
         "STAGES": config.stages, "WORD_STAGES": config.word_stages,
-        "SCALES": scales_of_unit(weight.group), "SIZE": weight.group, "SPLITS": config.splits,
+        "SCALES": scales_of_unit(weight.group), "SIZE": weight.group, "SHARED": config.splits > 1,
         "GROUP": config.group, "HAS_ZEROS": weight.has_zeros, "GATED": gated,
         "HAS_RESIDUAL": not gated, "REGISTERS": REGISTERS, "PDL": True,
     }  # fmt: skip

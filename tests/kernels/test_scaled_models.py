@@ -196,25 +196,28 @@ def test_latent_attention(tmp_path: Path) -> None:
 def test_products_are_launched_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every tile that the number of rows selects."""
+    """Each of a step, for every tile that the number of rows selects, and no other."""
     write(tiny_model("qwen3", tmp_path, **SIZES), layouts((128, 128))["float block"])
     bound = Bound(tmp_path, kernels=True)
     weight = bound.model.layers[0].parts[1].gate_up.weight
     cases = [(rows, None) for rows in (1, 2, 9, 17, 33, 65, 129, 257, 1024)]
-    assert weight.warm_up_cases(None) == cases
-    rows: list[int] = []
+    assert weight.warm_up_cases("gated") == cases
+    starts, lengths = MANY
+    bound.run(bound.step(starts, lengths, random_ids(lengths)))
+    found: list[tuple[int, bool, bool]] = []
     launch = KernelScaledWeight.launch
 
     def note(self: KernelScaledWeight, candidate: Any, x: Any, epilogue: Epilogue) -> torch.Tensor:
-        if epilogue.add_to is not None:
-            rows.append(len(x))
+        found.append((len(x), epilogue.gate is not None, epilogue.add_to is not None))
         return launch(self, candidate, x, epilogue)
 
-    few = [(2, None), (17, None)]
-    monkeypatch.setattr(KernelScaledWeight, "warm_up_cases", lambda self, gate: few)
+    few = [(1, None), (2, None), (17, None)]  # one row of which no step was
+    monkeypatch.setattr(KernelScaledWeight, "warm_up_cases", lambda self, operation: few)
     monkeypatch.setattr(KernelScaledWeight, "launch", note)
-    bound.model.warm_up()
-    assert rows == [2, 17] * 2  # attention's output and the MLP's
+    bound.model.backend.choices.warm_up()
+    # queries, keys and values, attention's output, gate and up, the MLP's output
+    kinds = [(False, False), (False, True), (True, False), (False, True)]
+    assert found == [(rows, *kind) for kind in kinds for rows in (2, 17)]
 
 
 WHOLE, BLOCKS = Shard.whole(256), ScaledScheme("fp8", (128, 128), inputs="none")

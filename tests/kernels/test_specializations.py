@@ -112,6 +112,9 @@ class Server:
         steps.run(steps.largest_plan([longest] * self.num_slots))
         self.runner.slots.reset()
         steps.run_all()
+        model = self.runner.model
+        model.backend.choices.warm_up()
+        model.warm_up()
         self.bodies.warm_up()
         self.runner.slots.reset()
 

@@ -202,9 +202,10 @@ class Weight(Droppable, ABC):
         in its own launch; None if none does."""
         return None
 
-    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+    def warm_up_cases(self, operation: Operation) -> Iterable[tuple[int, Candidate | None]]:
         """Yields numbers of rows and candidates, which together are all configurations of kernels
-        that are selected where nothing was timed; None for the candidate that is selected."""
+        that are selected for an operation where nothing was timed; None for the candidate that is
+        selected. A normed operation has one row."""
         return ()
 
     # ---------------------------------------------------------------- the product
@@ -362,27 +363,30 @@ class Weight(Droppable, ABC):
         found = self.kernels(operation, x, epilogue)
         return list(dict.fromkeys(each for each in found if self.takes(each, x, epilogue)))
 
-    def warm_up(self, epilogue: Epilogue = PLAIN, *, adds: bool = False) -> None:
-        """Launches the product in every configuration that the number of rows selects, and the
-        activation of a gate, which is a launch of its own behind kernels that do not fuse it.
+    def warm_up(
+        self, operation: Operation, norm: Norm | None = None, *, has_single_row: bool = True
+    ) -> None:
+        """Launches an operation in every configuration that the number of rows selects, and the
+        activation of its gate, which is a launch of its own behind kernels that do not fuse it.
 
         Args:
-            epilogue: without tensors for a number of rows.
-            adds: the product is added to such a tensor.
+            operation: with the weight.
+            norm: of a normed operation.
+            has_single_row: whether it is computed of one row, too.
         """
-        backend = self._backend
-        for rows, candidate in self.warm_up_cases(epilogue.gate):
-            shape = rows, self._columns.size
-            x = torch.zeros(shape, dtype=backend.dtype, device=backend.device)
-            if candidate is not None:
-                self.launch(candidate, x, PLAIN._replace(gate=epilogue.gate))
-            elif adds:
-                self.multiply(x, epilogue._replace(add_to=x.new_zeros(rows, self._out)))
-            else:
+        backend, is_normed = self._backend, operation in ("normed", "normed gated")
+        empty = partial(torch.zeros, dtype=backend.dtype, device=backend.device)
+        for rows, candidate in self.warm_up_cases(operation):
+            if is_normed if rows > 1 else not has_single_row:
+                continue
+            x = empty(rows, self._columns.size)
+            epilogue = epilogue_of(operation, norm, empty(rows, self._out))
+            if candidate is None:
                 self.multiply(x, epilogue)
-        if epilogue.gate is not None:
-            product = torch.zeros(1, self._out, dtype=backend.dtype, device=backend.device)
-            self._activate(product, epilogue.gate, None)
+            else:
+                self.launch(candidate, x, epilogue)
+        if operation in ("gated", "normed gated"):
+            self._activate(empty(1, self._out), "silu", None)
 
 
 def _operation_of(epilogue: Epilogue) -> Operation:

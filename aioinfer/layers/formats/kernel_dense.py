@@ -133,11 +133,11 @@ class KernelDenseWeight(DenseWeight):
         splits = self._splits(operation, rows) or [SplitConfig(consumers=1, parts=1)]
         return self._early(SPLIT, splits[0], rows)
 
-    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+    def warm_up_cases(self, operation: Operation) -> Iterable[tuple[int, Candidate | None]]:
         """See `Weight.warm_up_cases`: decode steps and the timing launch the kernels of few rows,
         so these are the configurations of the gated product that are the default for some number of
         rows."""
-        if gate != "silu" or self.gate != "interleaved" or not self._has_gated:
+        if operation != "gated" or not self._has_gated:
             return
         few = (self._gated_config(rows) for rows in FEW_TOKENS)
         for config in dict.fromkeys([*TILE_TIMES, *few]):

@@ -37,11 +37,12 @@ from aioinfer.kernels.grouped_weight import (
     supports_group,
 )
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import PLAIN, Epilogue
+from aioinfer.layers.formats.base import Epilogue
 from aioinfer.layers.formats.grouped import GroupedWeight
 from aioinfer.layers.formats.kernel_dense import KernelDenseWeight, fused_arguments
 from aioinfer.layers.formats.schemes import GroupScheme
 from aioinfer.layers.kernel_choices import Candidate, KernelChoices, Operation
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.shards import Shard, Source
 
 _log = logging.getLogger(__name__)
@@ -217,17 +218,18 @@ class KernelGroupedWeight(GroupedWeight):
         kernel, pdl = _KERNELS[candidate.kernel], self._backend.pdl
         return kernel(x, self._loaded, **given, pdl=pdl, config=candidate.config)
 
-    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+    def warm_up_cases(self, operation: Operation) -> Iterable[tuple[int, Candidate | None]]:
         """See `Weight.warm_up_cases`."""
         few = range(8, MAX_FUSED_ROWS + 1, 8)
         many = range(MAX_FUSED_ROWS + 64, MAX_ROWS + 1, 64)
         return [(rows, None) for rows in (1, 2, *few, *many)]
 
-    def warm_up(self, epilogue: Epilogue = PLAIN, *, adds: bool = False) -> None:
+    def warm_up(
+        self, operation: Operation, norm: Norm | None = None, *, has_single_row: bool = True
+    ) -> None:
         """See `Weight.warm_up`; the products of the dequantized weight among them."""
-        super().warm_up(epilogue, adds=adds)
-        if self._dense is None:
-            self._expanded().warm_up(Epilogue(gate=epilogue.gate))
+        super().warm_up(operation, norm, has_single_row=has_single_row)
+        self._expanded().warm_up(operation, norm)
 
 
 def _options(epilogue: Epilogue, rows: int) -> dict[str, Any]:

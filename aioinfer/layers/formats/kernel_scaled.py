@@ -134,7 +134,7 @@ class KernelScaledWeight(ScaledWeight):
         """See `Weight.format`."""
         return f"{self._scheme.kind} {'blocks' if self.matrix.is_grouped else 'channels'}"
 
-    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+    def warm_up_cases(self, operation: Operation) -> Iterable[tuple[int, Candidate | None]]:
         """See `Weight.warm_up_cases`."""
         bounds = [bound for bound, *_ in CONFIGS if bound is not None]
         firsts = {1, 2, MAX_ROWS // 2 + 1, CUBLAS_ROWS, *self._hopper_rows()}

@@ -100,10 +100,3 @@ class QuantizedWeight(Weight):
     def launch(self, candidate: Candidate, x: Any, epilogue: Epilogue) -> torch.Tensor:
         """See `Weight.launch`; a format with kernels of its own overrides it."""
         raise RuntimeError("finalize was not called")
-
-    def warm_up(self, epilogue: Epilogue = PLAIN, *, adds: bool = False) -> None:
-        """See `Weight.warm_up`."""
-        if self._dense is not None:
-            self._dense.warm_up(epilogue, adds=adds)
-        else:
-            super().warm_up(epilogue, adds=adds)
