@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-from aioinfer.worker.compilers import Compilers, compile_with
+from aioinfer.worker.compilers import Compilers, _launcher_types, compile_with
 from tests.waiting import until
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -69,6 +69,42 @@ def test_a_kernel_is_compiled_elsewhere_and_found(compilers: Compilers, folder: 
     assert len(files_of(folder, _double)) == 1
     compile_kernel(source_of(_double, {"x": "*fp32"}, size=32), target=TARGET, options=OPTIONS)
     assert len(files_of(folder, _double)) == 2
+
+
+def test_launchers_are_made_once_for_equal_types(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the processes that compile. A launcher is linked with NVIDIA's driver, which need not be
+    there: a file stands for it."""
+
+    def make(source: Any, metadata: Any) -> None:
+        name = "_".join(source.signature.values()).replace("*", "p")
+        (folder / f"{name}.{metadata.name}.{os.getpid()}").touch()
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", make)
+    compilers = Compilers(2)
+    compile_kernel = compile_with(compilers)
+    for kind, size in (("*fp32", 16), ("*fp32", 32), ("*fp16", 16), ("*fp16", 32)):
+        compile_kernel(source_of(_double, {"x": kind}, size=size), target=TARGET, options=OPTIONS)
+    compilers.close()
+    names, kernels, processes = zip(
+        *(file.name.split(".") for file in sorted(folder.glob("p*"))), strict=True
+    )
+    assert names == ("pfp16_constexpr", "pfp32_constexpr")
+    assert kernels == ("_double", "_double")
+    assert str(os.getpid()) not in processes
+
+
+def test_launchers_do_not_depend_on_blocks() -> None:
+    def types(*names: str) -> str:
+        return _launcher_types(dict(enumerate(names)))
+
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, cga_layout=[])"
+    small, large = (f"tensordesc<bf16[{rows}, 64],{layout}>" for rows in (64, 256))
+    assert types("i32", small, "*fp32") == types("i32", large, "*fp32")
+    assert types(small) != types(f"tensordesc<bf16[1, 64, 64],{layout}>")
+    assert types(small) != types(f"tensordesc<fp16[64, 64],{layout}>")
+    assert types(small, "i32") != types(small, "i64")
 
 
 async def test_processes_are_forked_for_the_first_kernel(compilers: Compilers) -> None:

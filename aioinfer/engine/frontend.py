@@ -138,19 +138,7 @@ class Frontend(PromptMaker):
         The first failure cancels the rest and is raised; then the caller has to `close`.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                deaths = group.create_task(self._raise_death())
-                starts = [
-                    group.create_task(self._threads.run(lambda: self._load_for_engines(folder)))
-                ]
-                starts.append(group.create_task(self.variants.start(folder)))
-                # all load the same weights at the same time: the bar of the first stands for all
-                starts += [
-                    group.create_task(e.start(on_progress if not e.number else no_progress))
-                    for e in self.engines
-                ]
-                await asyncio.wait(starts)
-                deaths.cancel()
+            await self._start_engines(folder, on_progress)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self._require_alive()
@@ -176,6 +164,35 @@ class Frontend(PromptMaker):
         for engine in self.engines:
             engine.features.of(Masks).filler = ParallelFiller()
             engine.recovery.begin_service()
+
+    async def _start_engines(self, folder: Path, on_progress: ProgressCallback) -> None:
+        """Starts the engines, and loads the tokenizer once their workers load weights: threads that
+        load it hold the interpreter, and would keep workers from being started, a second with a
+        vocabulary of 150 000."""
+        are_loading = [asyncio.Event() for _ in self.engines]
+
+        def note_progress(number: int, phase: str, done: int, total: int) -> None:
+            if phase == "load weights":
+                are_loading[number].set()
+            if number == 0:  # all load the same weights at the same time
+                on_progress(phase, done, total)
+
+        async def start_engine(engine: Engine) -> None:
+            await engine.start(partial(note_progress, engine.number))
+            are_loading[engine.number].set()
+
+        async def load_text_side() -> None:
+            for is_loading in are_loading:
+                await is_loading.wait()
+            await self._threads.run(lambda: self._load_for_engines(folder))
+
+        async with asyncio.TaskGroup() as group:
+            deaths = group.create_task(self._raise_death())
+            starts = [group.create_task(start_engine(engine)) for engine in self.engines]
+            starts.append(group.create_task(self.variants.start(folder)))
+            starts.append(group.create_task(load_text_side()))
+            await asyncio.wait(starts)
+            deaths.cancel()
 
     async def _raise_death(self) -> None:
         await self._dead.wait()

@@ -181,6 +181,7 @@ class WorkerExecutor:
         self.hosts = await self._make_hosts()
         await asyncio.gather(*(host.start() for host in self.hosts))
         spawned = time.perf_counter()
+        self._on_progress("load weights", 0, 0)
         self._check()
         reports = await self.gather("loaded")
         self._on_progress("allocate, warm up", 0, 0)

@@ -1,5 +1,6 @@
 """Processes in which a worker compiles Triton kernels: Triton's front end is written in Python, so
-that threads would wait for each other.
+that threads would wait for each other. They also make the launchers, for each of which Triton runs
+a C compiler: one for all kernels whose arguments have the same types.
 
 A process that has used a GPU cannot be forked. So a worker forks one process before it does, and
 that one forks the others when the first kernel is to be compiled: a start that finds all kernels on
@@ -13,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -26,8 +28,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from aioinfer.config import ParallelConfig
 
-#: More would take memory for little: a start compiles some 140 kernels.
+#: More would take memory for little: a start compiles some 100 kernels.
 _MAX_PROCESSES = 32
+#: The type of a tensor descriptor: the elements' type, the block and its layout.
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]*)\][^>]*>")
 
 
 class Compilers:
@@ -58,7 +62,9 @@ class Compilers:
             return None
         return cls(max(1, len(os.sched_getaffinity(0)) // parallel.world_size))
 
-    def compile(self, source: Any, target: Any, options: Mapping[str, Any]) -> bool:
+    def compile(
+        self, source: Any, target: Any, options: Mapping[str, Any], *, makes_launcher: bool = False
+    ) -> bool:
         """Has a kernel compiled, which Triton finds on disk afterwards. To be called from as many
         threads as kernels are to be compiled at a time.
 
@@ -66,13 +72,14 @@ class Compilers:
             source: Triton's `ASTSource`.
             target: the `GPUTarget`.
             options: of Triton's `compile`.
+            makes_launcher: whether its launcher is made, too.
 
         Returns:
             Whether that succeeded.
         """
         connection = self._idle.get()
         try:
-            connection.send((source, target, dict(options)))
+            connection.send((source, target, dict(options), makes_launcher))
             return bool(connection.recv())
         except Exception:  # the kernel cannot be sent, or the process has ended
             return False
@@ -107,12 +114,24 @@ def compile_with(compilers: Compilers) -> Callable[..., Any]:
     is not on disk yet."""
     from triton.compiler.compiler import compile as compile_here
 
+    made = set[str]()  # the types of arguments that launchers were made for
+
     def compile_kernel(source: Any, target: Any, options: Any, **more: Any) -> Any:
         if not _is_on_disk(source, target, options, more.get("_env_vars")):
-            compilers.compile(source, target, options)
+            types = _launcher_types(source.signature)
+            is_new = types not in made
+            made.add(types)
+            compilers.compile(source, target, options, makes_launcher=is_new)
         return compile_here(source, target=target, options=options, **more)
 
     return compile_kernel
+
+
+def _launcher_types(signature: Mapping[Any, Any]) -> str:
+    """Returns the types of a kernel's arguments, as far as its launcher depends on them: blocks of
+    tensor descriptors differ by their dimensions alone."""
+    types = str(list(signature.values()))
+    return _DESCRIPTOR.sub(lambda found: f"{found[1]} {found[2].count(',') + 1}", types)
 
 
 def _is_on_disk(source: Any, target: Any, options: Mapping[str, Any], variables: Any) -> bool:
@@ -174,10 +193,12 @@ def _serve(connection: Connection) -> NoReturn:
     try:
         while True:
             try:
-                source, target, options = connection.recv()
+                source, target, options, makes_launcher = connection.recv()
                 from triton.compiler.compiler import compile as compile_kernel
 
-                compile_kernel(source, target=target, options=options)
+                kernel = compile_kernel(source, target=target, options=options)
+                if makes_launcher:
+                    _make_launcher(kernel)
                 connection.send(True)
             except EOFError:
                 break
@@ -185,6 +206,15 @@ def _serve(connection: Connection) -> NoReturn:
                 connection.send(False)
     finally:
         os._exit(0)
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Puts the launcher of a kernel into Triton's cache, without using a GPU; where that cannot be,
+    the worker makes it."""
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _send_functions_by_name() -> None:

@@ -61,10 +61,11 @@ class GpuWarmUp:
         among which products choose."""
         steps, bodies, backend = self._steps, self._bodies, self._backend
         with compile_only(compilers):
+            if largest is not None:  # its attention takes longest to compile
+                with backend.omitting_equal_layers():
+                    run_kinds(backend, lambda: steps.run(largest))
             run_kinds(backend, bodies.begin_warm_up)  # all layers' weights are known from then on
             with backend.omitting_equal_layers():
-                if largest is not None:
-                    run_kinds(backend, lambda: steps.run(largest))
                 run_kinds(backend, steps.run_all)
                 run_kinds(backend, self._layers.warm_up)
                 run_kinds(backend, bodies.warm_up)
