@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_compiler() -> None:
-    """Does what Triton does before it compiles its first kernel, and what takes up to two seconds:
-    it hashes its own files and has a C compiler make its driver. To be called in a thread of its
-    own while the model is made."""
+    """Does what Triton does before it compiles its first kernel, unless the fork server has done it
+    (`worker.preload`): it hashes its own files and has a C compiler build its driver, two seconds.
+    To be called in a thread of its own while the model is made."""
     from triton.runtime import driver
 
     hash_compiler()

@@ -109,6 +109,15 @@ def hash_compiler() -> None:
         triton_key()
 
 
+def build_driver() -> None:
+    """Has Triton build the C module through which it uses a GPU, half a second where it is not on
+    disk. That uses no GPU: the process may be forked afterwards."""
+    with contextlib.suppress(Exception):  # the worker meets the error
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
 def compile_with(compilers: Compilers) -> Callable[..., Any]:
     """Returns a substitute for Triton's `compile` that has other processes compile a kernel which
     is not on disk yet."""

@@ -134,6 +134,7 @@ class KernelTimer:
         layers = self._layers
         if layers is not None and self._is_in(layers, choices, rows):
             run = partial(layers.launch, rows)
+            run()  # the other products' kernels for so many rows
             found = {each: self._time(choices, each, run, run) for each in candidates}
             return Costs(found, LAYERS_MARGIN)
         weights = self._weights_in_turn(choices)
@@ -167,12 +168,14 @@ class KernelTimer:
         launch: Callable[[], Any],
     ) -> float:
         """Returns the seconds that `launch` takes with a candidate, the shortest of several
-        replays; `load` launches each of its kernels."""
+        replays; `load` launches each of its kernels, which a library loads then: our own have been
+        loaded when they were compiled."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             choices.forced = candidate
             try:
-                load()  # a kernel that is not loaded yet cannot be captured
+                if candidate.config is None:  # a kernel that is not loaded cannot be captured
+                    load()
                 graph = self._capture(launch)
             except Exception as error:  # as many kinds as there are kernels
                 _log.warning("%s: %s cannot be launched: %s", choices.product, candidate, error)
