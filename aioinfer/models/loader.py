@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import WeightShard
+from aioinfer.models.staged_file import StagedFile, Staging, tensor_positions
 from aioinfer.models.text_model import own_name
 
 #: Tensors that checkpoints carry and no model needs: they are computed, GPT-2's masks too.
@@ -38,9 +40,11 @@ _STORED_DTYPES: dict[torch.dtype | None, Sequence[str]] = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-#: Files that are read at the same time where weights go to a GPU: one thread reads its file's pages
-#: and copies them more slowly than disk and bus give and take them.
+#: Threads that read where weights go to a GPU: one copies out of the page cache more slowly than
+#: disk and bus give and take.
 READING_THREADS = 4
+#: Bytes of weights that such a thread reads from a file before it takes another part.
+_PART_BYTES = 256 * 2**20
 #: Standard deviations of random weights, and of float8 values behind a scale.
 WEIGHT_DEVIATION, FLOAT8_DEVIATION = 0.02, 64.0
 
@@ -179,18 +183,48 @@ def _load_safetensors(
     for name, shard in shards:
         by_file.setdefault(located[name].file, []).append((located[name].name, shard))
     progress = _Progress(on_progress, total)
-
     mode = torch.is_inference_mode_enabled()  # which each thread has for itself
+    gpu = next((s.destination.device for _, s in shards if s.destination.is_cuda), None)
 
-    def read(file: Path) -> None:
-        with torch.inference_mode(mode), open_file(file) as tensors:
-            for name, shard in by_file[file]:
+    def read(part: tuple[Path, Sequence[tuple[str, WeightShard]]]) -> None:
+        file, wanted = part
+        with torch.inference_mode(mode), open_file(file) as mapped, ExitStack() as stack:
+            staged = mapped
+            if gpu is not None:
+                staging = stack.enter_context(Staging(gpu))
+                staged = stack.enter_context(StagedFile(mapped, file, staging))
+            for name, shard in wanted:
+                tensors = staged if shard.destination.is_cuda else mapped
                 copy_part(slice_of(tensors, name, file, shard), name, shard)
                 progress.add(shard.destination.nbytes)
 
-    with ThreadPoolExecutor(_reading_threads(shards), "weights") as pool:
-        for _ in pool.map(read, sorted(by_file)):
+    threads = 1 if gpu is None else READING_THREADS
+    with ThreadPoolExecutor(threads, "weights") as pool:
+        for _ in pool.map(read, list(_divide(by_file, threads))):
             pass
+
+
+def _divide(
+    by_file: Mapping[Path, Sequence[tuple[str, WeightShard]]], threads: int
+) -> Iterator[tuple[Path, Sequence[tuple[str, WeightShard]]]]:
+    """Yields what the threads read: each file whole by one thread, and in several parts, each a
+    range of the file, for more."""
+    for file in sorted(by_file):
+        wanted = by_file[file]
+        if threads > 1:
+            with open_file(file):
+                positions = tensor_positions(file)
+            wanted = sorted(wanted, key=lambda each: positions.get(each[0], 0))
+        part: list[tuple[str, WeightShard]] = []
+        size = 0
+        for name, shard in wanted:
+            part.append((name, shard))
+            size += shard.destination.nbytes
+            if threads > 1 and size >= _PART_BYTES:
+                yield file, part
+                part, size = [], 0
+        if part:
+            yield file, part
 
 
 def check_names(
@@ -211,10 +245,6 @@ def check_names(
             if names
         ]
         raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
-
-
-def _reading_threads(shards: Sequence[tuple[str, WeightShard]]) -> int:
-    return READING_THREADS if any(shard.destination.is_cuda for _, shard in shards) else 1
 
 
 class _Progress:
