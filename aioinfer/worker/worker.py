@@ -486,5 +486,6 @@ class Worker(CalledWorker):
             # real cache needs besides are compiled in `warm_up`
             warm_up = GpuWarmUp(steps, self._layers, self._backend, self._peers)
             warm_up.compile(self.compilers, plan)
+            del warm_up  # which has memory of its own, that would count as the step's
         with self._peers.together("the largest step", self.on_stuck):
             run_kinds(self._backend, lambda: steps.run(plan))
