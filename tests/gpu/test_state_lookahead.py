@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.convolution_lookahead import convolution_lookahead
-from aioinfer.kernels.delta_decode import delta_decode, make_tickets
-from aioinfer.kernels.delta_lookahead import delta_lookahead
-from aioinfer.kernels.mamba import mamba_decode, mamba_lookahead
-from aioinfer.kernels.short_convolution import short_convolution
-from aioinfer.kernels.states import ChunkPlan, plan_chunks
-from delta_cases import DeltaCase, DeltaProblem, Row
+from delta_cases import DeltaCase
 from engine_settings import worker_of
-from lookahead_cases import MOST, Ahead, ConvolutionProblem, convolve, lookahead, mamba
-from mamba_cases import MambaCase, MambaProblem
+from lookahead_cases import MOST, Ahead, convolve, lookahead, mamba
+from mamba_cases import MambaCase
 from random_models import random_model
 from test_delta import KIMI, REAL
 from test_speculation import (
@@ -34,7 +28,6 @@ from test_speculation import (
     propose_known_drafts,
     running,
 )
-from triton.testing import do_bench
 
 from aioinfer import SamplingParams
 from aioinfer.worker.gpu_device import GpuDevice
@@ -148,70 +141,3 @@ def test_text_is_that_of_a_plain_run(
     assert kept[1] > 0.1 * kept[0] > 100, kept
     with running(tmp_path, **shared) as llm:
         assert equal_texts(again, llm.generate(further, greedy)) >= len(again) - 2
-
-
-def test_a_step_of_mamba_takes_no_longer_without_lookahead_rows() -> None:
-    """Both launches of 64 rows that replay nothing, beside those that cannot replay."""
-    case = MambaCase(
-        torch.bfloat16, "cuda", groups=8, heads=64, head_size=64, state_size=128, block_size=64
-    )
-    rows = [Row(1, 40 + number) for number in range(64)]
-    recurrence = MambaProblem(case, rows)
-    convolution = ConvolutionProblem(case, rows, 64 * 64 + 2 * 8 * 128, has_silu=True)
-    numbers = torch.arange(len(rows), dtype=torch.int32, device="cuda")
-    replays = numbers, torch.zeros_like(numbers), torch.ones_like(numbers)
-    kept, steps = (
-        torch.zeros(64, MOST, size, dtype=case.dtype, device="cuda")
-        for size in (convolution.x.shape[1], case.heads)
-    )
-    (windows,), (matrices,) = convolution.pools, recurrence.pools
-    plan = ChunkPlan.empty(64, 64, 64, torch.device("cuda"), min_tokens=1, is_aligned=False)
-    plan_chunks(plan, convolution.query_starts, convolution.seq_lens, 64)
-    of_convolution = convolution.x, convolution.weight, windows.states
-    of_recurrence = recurrence.inputs, recurrence.weights, matrices.states, recurrence.seq_lens
-
-    def plain() -> None:
-        short_convolution(
-            *of_convolution, plan, convolution.query_starts, convolution.out, block_size=64,
-            max_tokens=1,
-        )  # fmt: skip
-        mamba_decode(*of_recurrence, recurrence.out, block_size=64)
-
-    def ahead() -> None:
-        convolution_lookahead(
-            *of_convolution, convolution.seq_lens, replays, kept, convolution.out, block_size=64,
-            replayed=kept,
-        )  # fmt: skip
-        mamba_lookahead(*of_recurrence, replays, kept, steps, recurrence.out, block_size=64)
-
-    seconds = [do_bench(launch, warmup=50, rep=200) for launch in (plain, ahead)]
-    assert seconds[1] < 1.3 * seconds[0], seconds  # milliseconds
-
-
-def test_a_step_takes_no_longer_without_lookahead_rows() -> None:
-    """The launch of 64 rows that replay nothing, beside the launch that cannot replay."""
-    torch.manual_seed(0)
-    rows = [Row(1, 40 + number) for number in range(64)]
-    problem = DeltaProblem(REAL, rows)
-    tickets = make_tickets(len(rows), REAL.key_heads, torch.device("cuda"))
-    numbers = torch.arange(len(rows), dtype=torch.int32, device="cuda")
-    replays = numbers, torch.zeros_like(numbers), torch.ones_like(numbers)
-    sizes = REAL.channels, REAL.heads, REAL.decays
-    saved = [torch.zeros(64, MOST, size, dtype=REAL.dtype, device="cuda") for size in sizes]
-    common: dict[str, Any] = {"block_size": REAL.block_size}
-    states = problem.windows.states, problem.matrices.states
-
-    def plain() -> None:
-        delta_decode(
-            problem.inputs, problem.weights, *states, problem.seq_lens, tickets, problem.out,
-            **common,
-        )  # fmt: skip
-
-    def ahead() -> None:
-        delta_lookahead(
-            problem.inputs, problem.weights, *states, problem.seq_lens, replays, saved, tickets,
-            problem.out, **common,
-        )  # fmt: skip
-
-    seconds = [do_bench(launch, warmup=50, rep=200) for launch in (plain, ahead)]
-    assert seconds[1] < 1.3 * seconds[0], seconds  # milliseconds
