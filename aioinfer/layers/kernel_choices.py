@@ -24,7 +24,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +84,31 @@ class Product:
         return f"{self.format} {self.operation} {self.outputs}x{self.inputs} {self.dtype}"
 
 
+class TimedWeight(Protocol):
+    """What computes a product that kernels are chosen for, a `formats.base.Weight` as a rule.
+
+    Attributes:
+        held_bytes: of it on the device.
+    """
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def candidates(self, operation: Operation, rows: int) -> list[Candidate]:
+        """See `Weight.candidates`."""
+        ...
+
+    def multiply(self, x: Any, epilogue: Any) -> torch.Tensor:
+        """See `Weight.multiply`."""
+        ...
+
+    def warm_up(
+        self, operation: Operation, norm: Any = None, *, has_single_row: bool = True
+    ) -> None:
+        """See `Weight.warm_up`."""
+        ...
+
+
 class ProductChoices:
     """The kernels that compute one product, by number of rows.
 
@@ -102,14 +130,14 @@ class ProductChoices:
         self._sizes: list[int] = []
         self._candidates: list[Candidate] = []
         # weights may be converted and dropped, which this must not prevent
-        self._weights: list[weakref.ref[Any]] = []
+        self._weights: list[weakref.ref[TimedWeight]] = []
 
     @property
-    def weights(self) -> list[Any]:
-        """The weights that have computed the product, a `formats.base.Weight` each."""
+    def weights(self) -> list[TimedWeight]:
+        """The weights that have computed the product."""
         return [weight for weight in (there() for there in self._weights) if weight is not None]
 
-    def add_weight(self, weight: Any) -> None:
+    def add_weight(self, weight: TimedWeight) -> None:
         """Adds one more weight."""
         self._weights.append(weakref.ref(weight))
 
@@ -146,7 +174,7 @@ class KernelChoices:
     def __init__(self) -> None:
         self.products: dict[Product, ProductChoices] = {}
 
-    def register(self, product: Product, weight: Any, norm: Any = None) -> ProductChoices:
+    def register(self, product: Product, weight: TimedWeight, norm: Any = None) -> ProductChoices:
         """Returns the choices of a product that `weight` computes for the first time; `norm` as in
         `ProductChoices`."""
         choices = self.products.get(product)

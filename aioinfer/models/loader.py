@@ -198,10 +198,15 @@ def _load_safetensors(
                 copy_part(slice_of(tensors, name, file, shard), name, shard)
                 progress.add(shard.destination.nbytes)
 
-    threads = 1 if gpu is None else READING_THREADS
+    threads = _reading_threads(gpu)
     with ThreadPoolExecutor(threads, "weights") as pool:
         for _ in pool.map(read, list(_divide(by_file, threads))):
             pass
+
+
+def _reading_threads(gpu: torch.device | None) -> int:
+    """Returns the threads that read weights for a GPU, or for a CPU."""
+    return 1 if gpu is None else READING_THREADS
 
 
 def _divide(

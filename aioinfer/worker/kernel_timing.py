@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import Weight
 from aioinfer.layers.kernel_choices import (
     Candidate,
     KernelChoices,
@@ -80,7 +79,7 @@ def list_cases(
     of_weights = [(choices, choices.weights) for choices in products]
     for rows in sizes:
         for choices, weights in of_weights:
-            first: Weight | None = weights[0] if weights else None
+            first = weights[0] if weights else None
             product = choices.product
             if first is None or (rows == 1 and not choices.has_single_row):
                 continue

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import Weight, epilogue_of
-from aioinfer.layers.kernel_choices import Candidate, ProductChoices
+from aioinfer.layers.formats.base import epilogue_of
+from aioinfer.layers.kernel_choices import Candidate, ProductChoices, TimedWeight
 from aioinfer.worker.step_graphs import capture_stream
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,6 @@ class KernelTimer:
         layers = self._layers
         if layers is not None and self._is_in(layers, choices, rows):
             run = partial(layers.launch, rows)
-            run()  # the other products' kernels for so many rows
             found = {each: self._time(choices, each, run, run) for each in candidates}
             return Costs(found, LAYERS_MARGIN)
         weights = self._weights_in_turn(choices)
@@ -168,14 +167,12 @@ class KernelTimer:
         launch: Callable[[], Any],
     ) -> float:
         """Returns the seconds that `launch` takes with a candidate, the shortest of several
-        replays; `load` launches each of its kernels, which a library loads then: our own have been
-        loaded when they were compiled."""
+        replays; `load` launches each of its kernels."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             choices.forced = candidate
             try:
-                if candidate.config is None:  # a kernel that is not loaded cannot be captured
-                    load()
+                load()  # a kernel that is not loaded yet cannot be captured
                 graph = self._capture(launch)
             except Exception as error:  # as many kinds as there are kernels
                 _log.warning("%s: %s cannot be launched: %s", choices.product, candidate, error)
@@ -200,17 +197,17 @@ class KernelTimer:
         self._last = graph
         return graph
 
-    def _weights_in_turn(self, choices: ProductChoices) -> list[Weight]:
+    def _weights_in_turn(self, choices: ProductChoices) -> list[TimedWeight]:
         """Returns the weights of a graph's launches, some of them several times if there are
         few."""
-        weights: list[Weight] = choices.weights
+        weights: list[TimedWeight] = choices.weights
         cold = -(-self._cold_bytes // max(1, weights[0].held_bytes))
         count = min(max(_LAUNCHES[0], min(cold, len(weights))), _LAUNCHES[1])
         return [weights[number % len(weights)] for number in range(count)]
 
     @torch.inference_mode()
     def _launch(
-        self, choices: ProductChoices, rows: int, weights: Sequence[Weight]
+        self, choices: ProductChoices, rows: int, weights: Sequence[TimedWeight]
     ) -> torch.Tensor | None:
         """Computes a product with each of the weights, and a norm before each, which sums the parts
         of the product before it. Returns the last parts, if there are any."""

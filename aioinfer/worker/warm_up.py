@@ -68,9 +68,10 @@ class GpuWarmUp:
             with backend.omitting_equal_layers():
                 run_kinds(backend, steps.run_all)
                 run_kinds(backend, self._layers.warm_up)
-                if self._timing is not None:  # products of many rows take long to compile, too
-                    self._timing.prepare()
                 run_kinds(backend, bodies.warm_up)
+            if self._timing is not None:
+                # enters choices; in the steps before, extended products have to be without them
+                self._timing.prepare()
             self._peers.drain_stages()
 
     def run(self) -> int:

@@ -56,6 +56,11 @@ class Addition:
         self._add(x, epilogue.add_to, tiles, replace(self._matrices, ranks=ranks))
         return epilogue.add_to
 
+    def warm_up(
+        self, operation: Operation, norm: Any = None, *, has_single_row: bool = True
+    ) -> None:
+        """See `Weight.warm_up`: steps launch all configurations (`Extension.warm_up`)."""
+
     def add(self, y: torch.Tensor) -> None:
         """Adds to y [T, out], after `kernels.adapters.shrink` of the step's T tokens."""
         tiles = self._tokens.tiles_of(len(y))
