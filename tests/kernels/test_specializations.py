@@ -31,6 +31,7 @@ from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.sections import Section
+from aioinfer.layers.formats.kernel_dense import KernelDenseWeight
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.dummy_steps import DummySteps
 from aioinfer.worker.features import Rank
@@ -40,6 +41,7 @@ from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_works import StepWorks
+from aioinfer.worker.warm_up import run_kinds
 from tests.automata import pack
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
 from tests.tiny_models import tiny_model
@@ -84,11 +86,15 @@ def recording() -> Iterator[set[str]]:
 
 
 class Server:
-    """A runner of so many slots, each of which has its own KV blocks, and random requests."""
+    """A runner of so many slots, each of which has its own KV blocks, and random requests; with
+    adapters, those of random steps have some."""
 
-    def __init__(self, folder: Path, num_slots: int, vocab_size: int):
+    def __init__(self, folder: Path, num_slots: int, vocab_size: int, num_adapters: int = 0):
         self.num_slots, self.vocab_size = num_slots, vocab_size
-        bound = Bound(folder, kernels=True)
+        bound = Bound(folder, kernels=True, num_adapters=num_adapters)
+        self._backend = bound.backend
+        if num_adapters:
+            bound.fill_adapters()
         kv = KVTensors(bound.groups, [BLOCKS * num_slots], BLOCK_SIZE, torch.float32, CPU)
         slots = Slots(num_slots, MAX_LEN, BLOCK_SIZE, vocab_size, CPU, 1, uses_kernels=True)
         rows = num_slots + MAX_LOOKAHEAD
@@ -100,6 +106,8 @@ class Server:
         device.graphs.decode = Graphs(self.bodies.launch_decode)  # type: ignore[assignment]
         ahead = Graphs(self.bodies.launch_lookahead_decode)
         device.graphs.lookahead = ahead  # type: ignore[assignment]
+        extended = Graphs(self.bodies.launch_decode)
+        device.graphs.extended = extended  # type: ignore[assignment]
         self._lengths: dict[int, int] = {}  # of the running requests, by slot
         self._random = random.Random(num_slots)
 
@@ -107,18 +115,25 @@ class Server:
         """Does what `GpuWarmUp.compile` does."""
         blocks = BLOCKS * self.num_slots
         steps = DummySteps(self.runner, 1, BLOCK_SIZE, self.vocab_size, blocks, MAX_TOKENS)
-        self.bodies.begin_warm_up()
         longest = min(MAX_LEN - 8, MAX_TOKENS // self.num_slots)
-        steps.run(steps.largest_plan([longest] * self.num_slots))
-        self.runner.slots.reset()
-        steps.run_all()
-        model = self.runner.model
-        model.backend.choices.warm_up()
-        model.warm_up()
-        self.bodies.warm_up()
+        largest, model = steps.largest_plan([longest] * self.num_slots), self.runner.model
+        for run in (
+            lambda: steps.run(largest), self.runner.slots.reset, self.bodies.begin_warm_up,
+            steps.run_all, model.backend.choices.warm_up, model.warm_up, self.bodies.warm_up,
+        ):  # fmt: skip
+            run_kinds(self._backend, run)
         self.runner.slots.reset()
 
     def step(self) -> None:
+        """Computes a random step; see `_step`."""
+        extension = self._backend.extension
+        if extension is None or self._random.random() < 0.5:
+            self._step()
+        else:
+            with extension:
+                self._step()
+
+    def _step(self) -> None:
         """Computes a random step: decodes of some requests and prompts of new ones, or decodes of
         some with a draft each, which end then."""
         rng, lengths = self._random, self._lengths
@@ -199,15 +214,21 @@ class Server:
         return np.stack([pack(np.ones(self.vocab_size, np.bool_))] * count)
 
 
-@pytest.mark.parametrize(("num_slots", "vocab_size", "steps"), [(1, 100, 36), (6, 96, 25)])
+@pytest.mark.parametrize(
+    ("num_slots", "vocab_size", "steps", "num_adapters"),
+    [(1, 100, 36, 0), (6, 96, 25, 0), (4, 96, 25, 2)],
+)
 def test_the_warm_up_has_all_variants(
-    num_slots: int, vocab_size: int, steps: int, tmp_path: Path
-) -> None:
+    num_slots: int, vocab_size: int, steps: int, num_adapters: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(KernelDenseWeight, "_programs", 3)  # of a GPU
     tiny_model(
         "llama", tmp_path, vocab_size=vocab_size, hidden_size=128, head_dim=64,
         num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2,
+        tie_word_embeddings=False,
     )  # fmt: skip
-    server = Server(tmp_path, num_slots, vocab_size)
+    server = Server(tmp_path, num_slots, vocab_size, num_adapters)
     with recording() as warm:
         server.warm_up()
     with recording() as served:
