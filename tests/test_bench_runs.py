@@ -18,6 +18,7 @@ import bench_kv_copies
 import bench_kv_files
 import bench_kv_store
 import bench_speculation
+import bench_start
 from aioinfer.features.speculation.costs import RowTimes
 from bench_embeddings import BGE_M3, flops_of, measure_floor
 from tests.tiny_models import tiny_model
@@ -39,6 +40,20 @@ def test_files_of_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [row[0] for row in rows] == ["1", "2"]
     assert all(float(figure) >= 0.0 for row in rows for figure in row)
     assert not [*tmp_path.iterdir()]
+
+
+def test_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama", tmp_path)
+    config = tmp_path / "config.toml"
+    config.write_text(f'[model]\npath = "{tmp_path}"\ntokenizer = "none"\n')
+    bench_start.main(["--config", str(config), "--runs", "1", "--set", "parallel.device=cpu"])
+    lines = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == [
+        "first start of all", "empty caches", "full caches",
+        "empty caches, median of 1", "full caches, median of 1",
+    ]  # fmt: skip
+    assert all(float(figure.removesuffix(" s")) > 0.5 for _, figure in lines)
+    assert lines[1][1] == lines[3][1]
 
 
 @pytest.mark.extended
