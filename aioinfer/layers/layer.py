@@ -69,7 +69,7 @@ class Part(ABC):
     def kinds(self) -> tuple[Hashable, ...]:
         """The kinds of its weights: parts with equal kinds launch the same kernels."""
 
-    def warm_up(self, hidden_size: int) -> None:  # noqa: B027  (most parts have none)
+    def warm_up(self, hidden_size: int) -> None:  # noqa: B027  (most parts have no such products)
         """Launches products of which no step says how many rows they have, in every configuration
         that the number of rows selects: those of experts."""
 

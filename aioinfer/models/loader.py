@@ -212,8 +212,8 @@ def _reading_threads(gpu: torch.device | None) -> int:
 def _divide(
     by_file: Mapping[Path, Sequence[tuple[str, WeightShard]]], threads: int
 ) -> Iterator[tuple[Path, Sequence[tuple[str, WeightShard]]]]:
-    """Yields what the threads read: each file whole by one thread, and in several parts, each a
-    range of the file, for more."""
+    """Yields the parts that threads read one after the other: whole files for one thread, ranges of
+    files for several."""
     for file in sorted(by_file):
         wanted = by_file[file]
         if threads > 1:

@@ -103,22 +103,23 @@ def may_compile() -> bool:
     return Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None
 
 
-def hash_compiler() -> None:
-    """Has Triton hash its own files, half a second, which it does before it compiles a kernel or
-    looks for it on disk; a process that is forked knows the hash."""
-    with contextlib.suppress(ImportError):  # elsewhere in other versions, which do it later
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
-def build_driver() -> None:
-    """Has Triton build the C module through which it uses a GPU, half a second where it is not on
-    disk. That uses no GPU: the process may be forked afterwards."""
+def prepare_triton() -> None:
+    """Has Triton do, without a GPU, what it does before it compiles its first kernel, half a second
+    each: it hashes its own files, and builds the C module of CUDA calls if that is not on disk. A
+    process that is forked knows the hash."""
+    hash_compiler()
     with contextlib.suppress(Exception):  # the worker meets the error
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
+
+
+def hash_compiler() -> None:
+    """Has Triton hash its own files, which it does also before it looks for a kernel on disk."""
+    with contextlib.suppress(ImportError):  # elsewhere in other versions, which do it later
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def compile_with(compilers: Compilers) -> Callable[..., Any]:

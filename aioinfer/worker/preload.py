@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 
-from aioinfer.worker.compilers import build_driver, hash_compiler, may_compile
+from aioinfer.worker.compilers import may_compile, prepare_triton
 from aioinfer.worker.process import name_process, set_library_defaults
 
 gc.disable()  # as in `cli.serve`
@@ -31,18 +31,16 @@ atexit.register(os._exit, 0)
 name_process("aioinfer-fork")
 set_library_defaults()
 
-threads = [threading.Thread(target=prepare) for prepare in (hash_compiler, build_driver)]
+preparing = threading.Thread(target=prepare_triton)
 if may_compile():
-    for thread in threads:
-        thread.start()
+    preparing.start()
 
 import aioinfer.worker.worker  # noqa: E402, F401
 
 if may_compile():
     import triton.compiler  # noqa: F401
 
-    for thread in threads:
-        thread.join()  # threads end with a fork
+    preparing.join()  # threads end with a fork
 
 gc.freeze()  # nor need workers look at it
 gc.enable()

@@ -374,19 +374,20 @@ class Weight(Droppable, ABC):
             norm: of a normed operation.
             has_single_row: whether it is computed of one row, too.
         """
-        backend, is_normed = self._backend, operation in ("normed", "normed gated")
-        empty = partial(torch.zeros, dtype=backend.dtype, device=backend.device)
+        backend, has_rows = self._backend, operation not in ("normed", "normed gated")
+        zeros = partial(torch.zeros, dtype=backend.dtype, device=backend.device)
         for rows, candidate in self.warm_up_cases(operation):
-            if is_normed if rows > 1 else not has_single_row:
+            is_computed = has_rows if rows > 1 else has_single_row
+            if not is_computed:
                 continue
-            x = empty(rows, self._columns.size)
-            epilogue = epilogue_of(operation, norm, empty(rows, self._out))
+            x = zeros(rows, self._columns.size)
+            epilogue = epilogue_of(operation, norm, zeros(rows, self._out))
             if candidate is None:
                 self.multiply(x, epilogue)
             else:
                 self.launch(candidate, x, epilogue)
         if operation in ("gated", "normed gated"):
-            self._activate(empty(1, self._out), "silu", None)
+            self._activate(zeros(1, self._out), "silu", None)
 
 
 def _operation_of(epilogue: Epilogue) -> Operation:
