@@ -84,7 +84,7 @@ def test_one_file(folder: Path):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_shards(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loader, "_reading_threads", lambda gpu: threads)
+    monkeypatch.setattr(loader, "reading_threads", lambda device: threads)
     tensors = shard(folder)
     save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
     assert_same(load(folder), tensors)

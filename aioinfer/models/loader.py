@@ -198,15 +198,15 @@ def _load_safetensors(
                 copy_part(slice_of(tensors, name, file, shard), name, shard)
                 progress.add(shard.destination.nbytes)
 
-    threads = _reading_threads(gpu)
+    threads = reading_threads(gpu or torch.device("cpu"))
     with ThreadPoolExecutor(threads, "weights") as pool:
         for _ in pool.map(read, list(_divide(by_file, threads))):
             pass
 
 
-def _reading_threads(gpu: torch.device | None) -> int:
-    """Returns the threads that read weights for a GPU, or for a CPU."""
-    return 1 if gpu is None else READING_THREADS
+def reading_threads(device: torch.device) -> int:
+    """Returns how many threads read weights that go to a device."""
+    return READING_THREADS if device.type == "cuda" else 1
 
 
 def _divide(

@@ -35,7 +35,6 @@ from aioinfer.layers.recurrence import HeadDecay
 from aioinfer.layers.shards import HeadVector, WeightShard
 from aioinfer.layers.tensor_memory import find_all
 from aioinfer.models.loader import (
-    READING_THREADS,
     as_stored,
     check_names,
     check_shape,
@@ -43,6 +42,7 @@ from aioinfer.models.loader import (
     is_needless,
     locate_tensors,
     open_file,
+    reading_threads,
     slice_of,
 )
 from aioinfer.models.replicated import ReplicatedModule
@@ -195,7 +195,7 @@ class WeightUpdate:
             with torch.inference_mode(mode):
                 self._load(form, stored)
 
-        threads = READING_THREADS if self._model.backend.device.type == "cuda" else 1
+        threads = reading_threads(self._model.backend.device)
         try:
             with ThreadPoolExecutor(threads, "weights") as pool:
                 for _ in pool.map(load, self._forms):
