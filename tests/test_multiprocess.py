@@ -394,6 +394,8 @@ async def test_a_start_that_is_cancelled_leaves_nothing(run: Run, phase: str) ->
     """In each of its phases, and at no fixed time: a start may be over after 0.2 s."""
 
     def cancel_in_phase(begun: str, done: int, total: int) -> None:
+        if begun == phase == "load weights" and not total:
+            return  # the processes have no name yet
         if begun == phase and not start.cancelling():
             assert workers()
             start.cancel()
