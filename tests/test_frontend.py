@@ -116,6 +116,30 @@ def folder(config: Config) -> Path:
     return resolve_model(config.model)
 
 
+async def test_the_tokenizer_is_loaded_once_workers_load(
+    folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all engines: its threads would keep workers from being started."""
+    fleet = Fleet(folder, config, 800, 800)
+    loaded, load = asyncio.Event(), fleet.frontend._load_for_engines
+    loop = asyncio.get_running_loop()
+
+    def note(folder: Path) -> None:
+        loop.call_soon_threadsafe(loaded.set)
+        load(folder)
+
+    monkeypatch.setattr(fleet.frontend, "_load_for_engines", note)
+    starting = await fleet.begin()
+    fleet.executors[1].may_start.set()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(loaded.wait(), 0.3)
+    fleet.executors[0].may_start.set()
+    await asyncio.wait_for(loaded.wait(), 20)
+    await starting
+    assert fleet.frontend.tokenizer is not None
+    await fleet.frontend.close()
+
+
 async def test_all_engines_start_at_the_same_time(folder: Path, config: Config) -> None:
     fleet = Fleet(folder, config, 900, 700, 800)
     starting = await fleet.begin()
