@@ -42,6 +42,7 @@ def test_files_of_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.extended
 def test_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("llama", tmp_path)
     config = tmp_path / "config.toml"
