@@ -54,9 +54,8 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def pad_rows(rows: int) -> int:
-    """Returns the length, 256 or 4 or 16 times as much, of the vectors of a kernel of which each
-    program reads something of all `rows` rows of a step. Each length is compiled for itself, so
-    there are few."""
+    """Returns the length of vectors over all rows of a step: 256, 1024, 4096 and so on, at least
+    `rows`. A kernel is compiled separately for each length, so there are few."""
     padded = 256
     while padded < rows:
         padded *= 4

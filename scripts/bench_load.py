@@ -37,6 +37,7 @@ from aioinfer.models.registry import load_model_config
 from aioinfer.worker.peers import Peers
 from aioinfer.worker.rank_model import RankModel
 from aioinfer.worker.selection import select_backend
+from bench_kv_files import forget_file
 
 FILE_BYTES, PIECE = 4 * 10**9, 16 * 2**20
 
@@ -71,21 +72,16 @@ def write_checkpoint(model: Path, out: Path) -> None:
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         specs = {each: TensorSpec("BF16", shape) for each, shape in tensors.items()}
         with SafetensorsWriter(out / name, specs) as writer, ThreadPoolExecutor(4) as threads:
+            writes = []
             for each, shape in tensors.items():
                 size = 2 * prod(shape)
                 for at in range(0, size, PIECE):
-                    threads.submit(writer.write, each, at, bits[: min(PIECE, size - at) // 2])
+                    values = bits[: min(PIECE, size - at) // 2]
+                    writes.append(threads.submit(writer.write, each, at, values))
                 index[each] = name
+            for write in writes:
+                write.result()
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-def forget_files(files: Sequence[Path]) -> None:
-    """Writes what is only in memory to the disk, and has the kernel forget what it has cached."""
-    for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def read_plainly(files: Sequence[Path], threads: int) -> float:
@@ -140,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ("load", lambda: load(options.out)),
             ):
                 if where == "disk":
-                    forget_files(files)
+                    for file in files:
+                        forget_file(file)
                 seconds = run()
                 print(
                     f"{threads} threads, {where}: {name} {seconds:.2f} s, {size / seconds:.2f} GB/s"

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from aioinfer.errors import ConfigError
 from aioinfer.models import loader, staged_file
 from aioinfer.models.loader import open_file
-from aioinfer.models.staged_file import StagedFile, Staging, tensor_positions
+from aioinfer.models.staged_file import StagedFile, stage_file, tensor_positions
 
 SHAPES = {"scalar": (), "none": (0, 3), "vector": (131,), "matrix": (40, 24), "stack": (6, 8, 10)}
 DTYPES = [
@@ -44,29 +44,28 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def staged(file: Path) -> Iterator[StagedFile]:
     with (
         open_file(file) as mapped,
-        Staging(torch.device("cpu")) as staging,
-        StagedFile(mapped, file, staging) as opened,
+        stage_file(mapped, file, tensor_positions(file), torch.device("cpu")) as opened,
     ):
         yield opened
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_are_those_of_safetensors(staged: StagedFile, file: Path, dtype: torch.dtype) -> None:
-    with open_file(file) as expected:
+    with open_file(file) as mapped:
         for name, shape in SHAPES.items():
             key = f"{name} {dtype}"
-            ours, theirs = staged.get_slice(key), expected.get_slice(key)
-            assert ours.get_shape() == list(shape)
-            assert ours.get_dtype() == theirs.get_dtype()
+            tensor, expected = staged.get_slice(key), mapped.get_slice(key)
+            assert tensor.get_shape() == list(shape)
+            assert tensor.get_dtype() == expected.get_dtype()
             places: list[Any] = [...] if not shape else [slice(None), (slice(None),)]
             if len(shape) == 2 and shape[0]:
                 places += [slice(3, 17), (slice(38, 50), slice(2, 9)), (slice(None), slice(20, 24))]
             if len(shape) == 3:
                 places += [(slice(4, 5), slice(None), slice(1, 3)), (slice(2, 2), slice(0, 8))]
             for place in places:
-                found = ours[place]
+                found = tensor[place]
                 assert found.dtype == dtype
-                assert torch.equal(found, theirs[place])
+                assert torch.equal(found, expected[place])
 
 
 def test_a_tensor_that_is_not_there(staged: StagedFile) -> None:
@@ -90,9 +89,9 @@ def test_threads_read_ranges_of_files(file: Path, monkeypatch: pytest.MonkeyPatc
         for name, shape in SHAPES.items()
         for dtype in DTYPES
     ]
-    parts = list(loader._divide({file: shards}, 4))
+    parts = list(loader._divide({file: shards}, {file: positions}))
     assert len(parts) > 3
     names = [name for _, part in parts for name, _ in part]
     assert sorted(names) == sorted(positions)
     assert names == sorted(names, key=lambda name: positions[name])
-    assert [(file, shards)] == list(loader._divide({file: shards}, 1))
+    assert [(file, shards)] == list(loader._divide({file: shards}, {}))

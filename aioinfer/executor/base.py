@@ -97,7 +97,8 @@ class Executor(Protocol):
             on_result: called on the event loop for each posted plan, in order.
             on_failure: called on the event loop, once, when a worker died or hung; nothing works
                 after it.
-            on_progress: called on the event loop while the workers start.
+            on_progress: called on the event loop while the workers start; with "load weights" once
+                their processes have been started.
 
         Raises:
             ConfigError: the configuration does not go with the model or the machine.

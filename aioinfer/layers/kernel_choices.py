@@ -85,7 +85,8 @@ class Product:
 
 
 class TimedWeight(Protocol):
-    """What computes a product that kernels are chosen for, a `formats.base.Weight` as a rule.
+    """A weight whose product several kernels compute: `formats.base.Weight`, and the sums that
+    adapters add.
 
     Attributes:
         held_bytes: of it on the device.

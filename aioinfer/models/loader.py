@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import WeightShard
-from aioinfer.models.staged_file import StagedFile, Staging, tensor_positions
+from aioinfer.models.staged_file import stage_file, tensor_positions
 from aioinfer.models.text_model import own_name
 
 #: Tensors that checkpoints carry and no model needs: they are computed, GPT-2's masks too.
@@ -188,20 +188,27 @@ def _load_safetensors(
 
     def read(part: tuple[Path, Sequence[tuple[str, WeightShard]]]) -> None:
         file, wanted = part
-        with torch.inference_mode(mode), open_file(file) as mapped, ExitStack() as stack:
-            staged = mapped
-            if gpu is not None:
-                staging = stack.enter_context(Staging(gpu))
-                staged = stack.enter_context(StagedFile(mapped, file, staging))
-            for name, shard in wanted:
-                tensors = staged if shard.destination.is_cuda else mapped
-                copy_part(slice_of(tensors, name, file, shard), name, shard)
-                progress.add(shard.destination.nbytes)
+        with torch.inference_mode(mode), open_file(file) as mapped:
+            to_gpu = (
+                nullcontext() if gpu is None else stage_file(mapped, file, positions[file], gpu)
+            )
+            with to_gpu as staged:
+                for name, shard in wanted:
+                    tensors = staged if shard.destination.is_cuda else mapped
+                    copy_part(slice_of(tensors, name, file, shard), name, shard)
+                    progress.add(shard.destination.nbytes)
 
     threads = reading_threads(gpu or torch.device("cpu"))
+    positions = {file: _positions_of(file) for file in by_file} if threads > 1 else {}
     with ThreadPoolExecutor(threads, "weights") as pool:
-        for _ in pool.map(read, list(_divide(by_file, threads))):
+        for _ in pool.map(read, list(_divide(by_file, positions))):
             pass
+
+
+def _positions_of(file: Path) -> Mapping[str, int]:
+    """Returns where a file's tensors begin. Raises `ConfigError` if it cannot be read."""
+    with open_file(file):
+        return tensor_positions(file)
 
 
 def reading_threads(device: torch.device) -> int:
@@ -210,22 +217,22 @@ def reading_threads(device: torch.device) -> int:
 
 
 def _divide(
-    by_file: Mapping[Path, Sequence[tuple[str, WeightShard]]], threads: int
+    by_file: Mapping[Path, Sequence[tuple[str, WeightShard]]],
+    positions: Mapping[Path, Mapping[str, int]],
 ) -> Iterator[tuple[Path, Sequence[tuple[str, WeightShard]]]]:
-    """Yields the parts that threads read one after the other: whole files for one thread, ranges of
-    files for several."""
+    """Yields the parts that threads read one after the other: ranges of files with known positions
+    of tensors, and whole files."""
     for file in sorted(by_file):
-        wanted = by_file[file]
-        if threads > 1:
-            with open_file(file):
-                positions = tensor_positions(file)
-            wanted = sorted(wanted, key=lambda each: positions.get(each[0], 0))
+        if file not in positions:
+            yield file, by_file[file]
+            continue
+        known = positions[file]
         part: list[tuple[str, WeightShard]] = []
         size = 0
-        for name, shard in wanted:
+        for name, shard in sorted(by_file[file], key=lambda each: known.get(each[0], 0)):
             part.append((name, shard))
             size += shard.destination.nbytes
-            if threads > 1 and size >= _PART_BYTES:
+            if size >= _PART_BYTES:
                 yield file, part
                 part, size = [], 0
         if part:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from aioinfer.errors import ConfigError
 
-#: Bytes of a read, and pieces of pinned memory of so many bytes that a thread has.
+#: Bytes of a read, and how many pieces of pinned memory of that size a thread has.
 _PIECE_BYTES, _PIECES = 16 * 2**20, 2
 #: The types of tensors by their names in safetensors files.
 _DTYPES = {
@@ -31,55 +31,76 @@ _DTYPES = {
 }  # fmt: skip
 
 
-class Staging:
-    """The pinned memory of one thread that reads files, and a stream for the copies from it: a
-    context manager, within which the stream is the current one. At its end all has been copied.
+@contextmanager
+def stage_file(
+    mapped: Any, path: Path, positions: Mapping[str, int], device: torch.device
+) -> Iterator[StagedFile]:
+    """Context in which one thread copies tensors of a file to a device, on a stream that is the
+    current one within it. At its end all have been copied.
 
     Args:
-        device: to which tensors are copied. Tests have a CPU here, whose memory is not pinned.
+        mapped: the file, opened by safetensors, which has checked its header.
+        path: of the file.
+        positions: `tensor_positions` of the file.
+        device: a GPU. Tests have a CPU here, whose memory is not pinned.
+    """
+    stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with path.open("rb", buffering=0) as file:
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                yield StagedFile(mapped, path, file.fileno(), positions, device)
+        finally:
+            if stream is not None:
+                stream.synchronize()
+
+
+class StagedFile:
+    """The tensors of a safetensors file, each of which is read when it is indexed. Made by
+    `stage_file`.
+
+    Attributes:
+        device: to which tensors are copied.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(
+        self, mapped: Any, path: Path, file: int, positions: Mapping[str, int],
+        device: torch.device,
+    ):  # fmt: skip
+        """`file` is the open file's number; the others are `stage_file`'s."""
         self.device = device
+        self._mapped, self._path, self._file, self._positions = mapped, path, file, positions
         is_gpu = device.type != "cpu"
-        self._stream = torch.cuda.Stream(device) if is_gpu else None
         self._pieces = [
             torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(_PIECES)
         ]
         self._copied = [torch.cuda.Event() if is_gpu else None for _ in self._pieces]
         self._reads = 0
 
-    def __enter__(self) -> Staging:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()
-        return self
+    def get_slice(self, name: str) -> StagedTensor:
+        """Returns a tensor. Raises `SafetensorError` if there is none of that name."""
+        return StagedTensor(self._mapped.get_slice(name), self, self._positions[name])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stream is not None:
-            self._context.__exit__(kind, error, trace)
-            self._stream.synchronize()
+    def read(self, position: int, destination: torch.Tensor) -> None:
+        """Reads the bytes at a position of the file into a tensor, uint8 [bytes] on the device.
+        Copies may be under way at the return. Raises `ConfigError` if they cannot be read."""
+        try:
+            for begin in range(0, len(destination), _PIECE_BYTES):
+                self._read_piece(position + begin, destination[begin : begin + _PIECE_BYTES])
+        except (OSError, EOFError) as error:
+            raise ConfigError(f"{self._path} cannot be read: {error}") from error
 
-    def read(self, file: int, position: int, destination: torch.Tensor) -> None:
-        """Reads from an open file at a position into a tensor, uint8 [bytes] on the device. Copies
-        may be under way at the return. Raises `OSError`, or `EOFError` where the file ends."""
-        for begin in range(0, len(destination), _PIECE_BYTES):
-            number = self._reads % _PIECES
-            self._reads += 1
-            piece, copied = self._pieces[number], self._copied[number]
-            if copied is not None:
-                copied.synchronize()  # the copy of what it had before
-            part = destination[begin : begin + _PIECE_BYTES]
-            _read_all(file, position + begin, piece.numpy().data[: len(part)])
-            part.copy_(piece[: len(part)], non_blocking=True)
-            if copied is not None:
-                copied.record()
+    def _read_piece(self, position: int, destination: torch.Tensor) -> None:
+        number = self._reads % _PIECES
+        self._reads += 1
+        piece, copied = self._pieces[number], self._copied[number]
+        if copied is not None:
+            copied.synchronize()  # the copy of what it had before
+        _read_all(self._file, position, piece.numpy().data[: len(destination)])
+        destination.copy_(piece[: len(destination)], non_blocking=True)
+        if copied is not None:
+            copied.record()
 
 
 def _read_all(file: int, position: int, memory: memoryview) -> None:
@@ -90,44 +111,11 @@ def _read_all(file: int, position: int, memory: memoryview) -> None:
         memory, position = memory[count:], position + count
 
 
-class StagedFile:
-    """The tensors of a safetensors file, each of which is read when it is indexed: a context
-    manager.
-
-    Args:
-        mapped: the file, opened by safetensors, which has checked its header.
-        path: of the file.
-        staging: of the thread that reads.
-    """
-
-    def __init__(self, mapped: Any, path: Path, staging: Staging):
-        self._mapped, self._path, self._staging = mapped, path, staging
-
-    def __enter__(self) -> StagedFile:
-        self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        self._positions = tensor_positions(self._path)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        os.close(self._file)
-
-    def get_slice(self, name: str) -> StagedTensor:
-        """Returns a tensor. Raises `SafetensorError` if there is none of that name."""
-        stored = self._mapped.get_slice(name)
-        return StagedTensor(stored, self._file, self._positions[name], self._staging, self._path)
-
-
 class StagedTensor:
     """A tensor of a file; it resembles a slice of safetensors'."""
 
-    def __init__(self, stored: Any, file: int, position: int, staging: Staging, path: Path):
+    def __init__(self, stored: Any, file: StagedFile, position: int):
         self._stored, self._file, self._position = stored, file, position
-        self._staging, self._path = staging, path
 
     def get_shape(self) -> list[int]:
         """Returns its shape."""
@@ -147,13 +135,9 @@ class StagedTensor:
             start, stop, _ = first.indices(shape[0])
             row = prod(shape[1:]) * dtype.itemsize
             start, shape = start * row, [max(0, stop - start), *shape[1:]]
-        values = torch.empty(shape, dtype=dtype, device=self._staging.device)
-        try:
-            if values.numel():
-                whole = values.reshape(-1).view(torch.uint8)
-                self._staging.read(self._file, self._position + start, whole)
-        except (OSError, EOFError) as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}") from error
+        values = torch.empty(shape, dtype=dtype, device=self._file.device)
+        if values.numel():
+            self._file.read(self._position + start, values.reshape(-1).view(torch.uint8))
         return values[(slice(None), *rest)] if rest else values
 
 

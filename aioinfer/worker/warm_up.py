@@ -70,7 +70,7 @@ class GpuWarmUp:
                 run_kinds(backend, self._layers.warm_up)
                 run_kinds(backend, bodies.warm_up)
             if self._timing is not None:
-                # enters choices; in the steps before, extended products have to be without them
+                # after the steps, which compile extended products without choices
                 self._timing.prepare()
             self._peers.drain_stages()
 
