@@ -584,7 +584,7 @@ def test_nothing_survives_the_parent(tmp_path: Path, folder: Path) -> None:
     assert len(descendants) == 3
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert psutil.wait_procs(descendants, timeout=5)[1] == []
+    assert psutil.wait_procs(descendants, timeout=20)[1] == []
     assert process.stderr.read() == ""
     process.stdout.close()
     process.stderr.close()

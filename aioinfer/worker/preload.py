@@ -25,9 +25,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
-# It ends with its parent, at once: to take PyTorch apart would need a second.
-atexit.register(os._exit, 0)
-
 name_process("aioinfer-fork")
 set_library_defaults()
 
@@ -44,5 +41,9 @@ if may_compile():
 
 gc.freeze()  # nor need workers look at it
 gc.enable()
+
+# This process ends with its parent, and at once: to take PyTorch apart would need a second. What is
+# registered last runs first, so that no handler of an imported module runs.
+atexit.register(os._exit, 0)
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on the parent may have workers

@@ -88,7 +88,8 @@ class Process:
     def end(self, timeout: float) -> int:
         """Returns the exit status; all processes must be gone."""
         status = self.popen.wait(max(timeout, 0))
-        _, alive = psutil.wait_procs(self.workers, timeout=1)
+        # the fork server ends when it sees that its parent has: a busy machine may delay that
+        _, alive = psutil.wait_procs(self.workers, timeout=10)
         assert living(alive) == []
         return status
 
