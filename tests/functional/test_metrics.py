@@ -139,8 +139,8 @@ async def test_steps(served: Served) -> None:
     for phase in ("result", "update", "plan", "post", "emit"):
         assert moved[f"step_phase_seconds_count/{phase}"] == 6
     for phase in ("update", "plan", "post", "emit"):
-        assert 0 < moved[f"step_phase_seconds_sum/{phase}"] < 0.1 * wall
-    assert 0.1 * wall < moved["worker_busy_seconds_total"] < wall
+        assert 0 < moved[f"step_phase_seconds_sum/{phase}"] < wall
+    assert 0 < moved["worker_busy_seconds_total"] < wall
     assert 0 < moved["loop_lag_seconds_count"] <= wall / 0.05 + 2, (
         "one timer, however many requests set it"
     )
