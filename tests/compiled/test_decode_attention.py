@@ -94,7 +94,13 @@ ROTATIONS = {
 }
 
 
-@pytest.mark.parametrize("rotation", ROTATIONS.values(), ids=ROTATIONS)
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        pytest.param(rotation, id=name, marks=pytest.mark.extended if name == "RoPE" else ())
+        for name, rotation in ROTATIONS.items()
+    ],
+)
 def test_rotations_of_all_kinds_compile(rotation: Rotation) -> None:
     """Also with neither norms nor rotation, which the interpreter does not tell apart."""
     arguments = decode_arguments(4, projected=True)
@@ -112,6 +118,7 @@ def test_rotations_of_all_kinds_compile(rotation: Rotation) -> None:
     assert "st.global" in kernel.asm["ptx"]
 
 
+@pytest.mark.extended
 def test_heads_of_512_compile() -> None:
     """As Gemma 4 has them: norms of queries, keys and values; queries alone, whose keys another
     layer has written; decodes and prefills."""
@@ -148,7 +155,7 @@ def test_heads_of_512_compile() -> None:
         assert kernel.metadata.shared < SHARED_MEMORY
 
 
-@pytest.mark.parametrize("is_float8", [False, True])
+@pytest.mark.parametrize("is_float8", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_alibi_compiles(is_float8: bool) -> None:
     arguments = decode_arguments(
         4, projected=False, is_float8=is_float8, fp16_operands=is_float8, paired=is_float8

@@ -60,10 +60,14 @@ def check(kernel: CompiledKernel) -> None:
 @pytest.mark.parametrize(
     NAMES,
     [
-        (64, 128, 128, False, True), (128, 128, 100, True, True), (256, 128, 0, False, False),
+        (64, 128, 128, False, True),
         *(
-            pytest.param(head_size, block_size, 0, False, False, marks=pytest.mark.extended)
-            for head_size, block_size in ((64, 64), (128, 64), (128, 128), (256, 64))
+            pytest.param(*parameters, marks=pytest.mark.extended)
+            for parameters in (
+                (64, 64, 0, False, False), (128, 64, 0, False, False), (128, 128, 0, False, False),
+                (128, 128, 100, True, True), (256, 64, 0, False, False),
+                (256, 128, 0, False, False),
+            )
         ),
     ],
 )  # fmt: skip
