@@ -100,8 +100,11 @@ class DummySteps:
         greedy = dummy_admission(1, prompt_len, SamplingParams(temperature=0))
         admissions = [dummy_admission(0, prompt_len, EVERYTHING, banned=(1,)), greedy][:rows]
         lengths = [prompt_len] * rows
-        for features in ((), self._features(lengths)):
-            self.run(self._admit(lengths, admissions, features))
+        sections = runner.works.dummy_sections(range(rows), lengths)
+        self.run(self._admit(lengths, admissions))
+        self.run(self._admit(lengths, admissions, sections))
+        if drafting := self._lookahead_rows(rows):  # not every step is one that a drafter follows
+            self.run(self._admit(lengths, admissions, [*sections, *drafting]))
         if prompt_len < min(self.block_size, slots.max_model_len):
             self.run(dummy_plan([1] * rows, prompt_len, self.block_size))
         if runner.device.results.shape[1] > len(slots.tokens) and prompt_len + 2 < min(
@@ -167,11 +170,17 @@ class DummySteps:
 
     def _features(self, lengths: Sequence[int]) -> list[Section]:
         """Returns the sections of all features, for prompts of these lengths in the first slots."""
-        works, none = self.runner.works, np.zeros(len(lengths), np.int32)
-        sections, links = works.dummy_sections(range(len(lengths)), lengths), self.runner.links
-        if works.follow_steps or (links is not None and links.num_drafts):
-            sections.append(LookaheadRows(none, none + 1, none + self.runner.slots.max_model_len))
-        return sections
+        rows = len(lengths)
+        sections = self.runner.works.dummy_sections(range(rows), lengths)
+        return [*sections, *self._lookahead_rows(rows)]
+
+    def _lookahead_rows(self, rows: int) -> list[Section]:
+        """Returns the section by which a drafter drafts behind a step without drafts; none without
+        a drafter."""
+        works, links, none = self.runner.works, self.runner.links, np.zeros(rows, np.int32)
+        if not works.follow_steps and (links is None or not links.num_drafts):
+            return []
+        return [LookaheadRows(none, none + 1, none + self.runner.slots.max_model_len)]
 
     def _short_prompt(self, rows: int) -> int:
         """Returns a number of tokens after which a decode step needs no further KV block, unless

@@ -13,6 +13,7 @@ import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,12 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 
+from aioinfer.config import Config, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioinfer.features.logprobs.sections import LogprobRows
+from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.formats.kernel_dense import KernelDenseWeight
+from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.dummy_steps import DummySteps
 from aioinfer.worker.features import Rank
@@ -85,23 +89,54 @@ def recording() -> Iterator[set[str]]:
         yield found
 
 
+def loaded_drafter(config: Config, model: Any) -> Any:
+    """Returns the draft model that a configuration names, if it names one."""
+    built = build_drafter(config, model, MAX_LEN)
+    if built is None:
+        return None
+    drafter, folder = built
+    drafter.load(folder, "auto", 0, lambda done, total: None)
+    return drafter
+
+
 class Server:
     """A runner of so many slots, each of which has its own KV blocks, and random requests; with
-    adapters, those of random steps have some."""
+    adapters, those of random steps have some; with the folder of a draft model, it may draft tokens
+    behind each step."""
 
-    def __init__(self, folder: Path, num_slots: int, vocab_size: int, num_adapters: int = 0):
+    def __init__(
+        self, folder: Path, num_slots: int, vocab_size: int, num_adapters: int = 0,
+        drafts: Path | None = None,
+    ):  # fmt: skip
         self.num_slots, self.vocab_size = num_slots, vocab_size
         bound = Bound(folder, kernels=True, num_adapters=num_adapters)
-        self._backend = bound.backend
+        self._backend, model = bound.backend, bound.model
         if num_adapters:
             bound.fill_adapters()
-        kv = KVTensors(bound.groups, [BLOCKS * num_slots], BLOCK_SIZE, torch.float32, CPU)
+        speculation = SpeculationConfig(max_draft_tokens=2)
+        if drafts is not None:
+            speculation = replace(speculation, method="draft", model=str(drafts))
+        config = Config(
+            model=ModelConfig(path=str(folder)), speculation=speculation,
+            scheduler=SchedulerConfig(max_num_seqs=num_slots),
+        )  # fmt: skip
+        self._drafter = loaded_drafter(config, model)
+        groups = group_layers(
+            [*model.kv_specs, *(self._drafter.kv_specs if self._drafter is not None else [])]
+        )
+        kv = KVTensors(groups, [BLOCKS * num_slots], BLOCK_SIZE, torch.float32, CPU)
         slots = Slots(num_slots, MAX_LEN, BLOCK_SIZE, vocab_size, CPU, 1, uses_kernels=True)
         rows = num_slots + MAX_LOOKAHEAD
-        bound.model.bind(bound.groups, kv.tensors, BLOCK_SIZE, rows, MAX_TOKENS, programs=3)
-        works = StepWorks.load(Rank(bound.model, slots))
-        device = GpuDevice(bound.model, kv, slots, MAX_TOKENS, max_lookahead=MAX_LOOKAHEAD)
-        self.runner = ModelRunner(bound.model, device, works)
+        of_model, of_drafter = kv.divided(len(model.layer_numbers))
+        model.bind(*of_model, BLOCK_SIZE, rows, MAX_TOKENS, programs=3)
+        if self._drafter is not None:
+            self._drafter._model.bind(*of_drafter, BLOCK_SIZE, rows, MAX_TOKENS, programs=3)
+        works = StepWorks.load(Rank(model, slots, None, config, self._drafter))
+        device = GpuDevice(
+            model, kv, slots, MAX_TOKENS, max_lookahead=MAX_LOOKAHEAD,
+            has_drafter=self._drafter is not None,
+        )  # fmt: skip
+        self.runner = ModelRunner(model, device, works)
         self.bodies = GraphBodies(self.runner, device)
         device.graphs.decode = Graphs(self.bodies.launch_decode)  # type: ignore[assignment]
         ahead = Graphs(self.bodies.launch_lookahead_decode)
@@ -119,7 +154,8 @@ class Server:
         largest, model = steps.largest_plan([longest] * self.num_slots), self.runner.model
         for run in (
             lambda: steps.run(largest), self.runner.slots.reset, self.bodies.begin_warm_up,
-            steps.run_all, model.backend.choices.warm_up, model.warm_up, self.bodies.warm_up,
+            steps.run_all, model.backend.choices.warm_up, model.warm_up,
+            *([self._drafter.warm_up] if self._drafter is not None else []), self.bodies.warm_up,
         ):  # fmt: skip
             run_kinds(self._backend, run)
         self.runner.slots.reset()
@@ -180,7 +216,10 @@ class Server:
             indices = np.tile(blocks, len(new))
             tables = [of_slots, indices, BLOCKS * of_slots + indices]
         sections += self._features(len(slots))
-        ones = np.ones(len(slots), np.int32)
+        none_ahead, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.int32)
+        looks_ahead = any(isinstance(section, LookaheadRows) for section in sections)
+        if self._drafter is not None and not looks_ahead and self._random.random() < 0.5:
+            sections.append(LookaheadRows(none_ahead, ones, ones * MAX_LEN))
         plan = StepPlan(
             0, ids(*slots), ids(*starts), ids(*counts), ones, *tables, none, none, sections
         )
@@ -215,11 +254,11 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "vocab_size", "steps", "num_adapters"),
-    [(1, 100, 36, 0), (6, 96, 25, 0), (4, 96, 25, 2)],
+    ("num_slots", "vocab_size", "steps", "num_adapters", "drafts"),
+    [(1, 100, 36, 0, False), (6, 96, 25, 0, False), (4, 96, 25, 2, False), (3, 97, 25, 0, True)],
 )
 def test_the_warm_up_has_all_variants(
-    num_slots: int, vocab_size: int, steps: int, num_adapters: int, tmp_path: Path,
+    num_slots: int, vocab_size: int, steps: int, num_adapters: int, drafts: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(KernelDenseWeight, "_programs", 3)  # of a GPU
@@ -228,7 +267,13 @@ def test_the_warm_up_has_all_variants(
         num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2,
         tie_word_embeddings=False,
     )  # fmt: skip
-    server = Server(tmp_path, num_slots, vocab_size, num_adapters)
+    small = None
+    if drafts:
+        small = tiny_model(
+            "llama", tmp_path / "small", vocab_size=vocab_size - 8, hidden_size=64, head_dim=64,
+            num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
+        )  # fmt: skip
+    server = Server(tmp_path, num_slots, vocab_size, num_adapters, small)
     with recording() as warm:
         server.warm_up()
     with recording() as served:
