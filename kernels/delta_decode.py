@@ -47,18 +47,84 @@ def delta_decode_config(shape: DeltaShape) -> DeltaDecodeConfig:
 
 
 @triton.jit
-def _inputs_of(mixed, window, has_window, channels, mask, taps, WIDTH: tl.constexpr):
-    """Returns the convolution's inputs [P, taps] of channels: those of the window, then the
-    token's; 0 past them."""
+def channels_of(head, SHAPE: tl.constexpr):
+    """Returns the mixed channels of a value head: those of its query and of its key [key_pad], and
+    of its values [value_pad]."""
+    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
+    query = head // SHAPE.group * SHAPE.key_size + tl.arange(0, SHAPE.key_pad)
+    key = KEYS + query
+    return query, key, 2 * KEYS + head * SHAPE.value_size + tl.arange(0, SHAPE.value_pad)
+
+
+@triton.jit
+def tile_of(head, SHAPE: tl.constexpr):
+    """Returns the places of a value head's matrix in a block, and which of them it has: both
+    [key_pad, value_pad]."""
+    i, j = tl.arange(0, SHAPE.key_pad), tl.arange(0, SHAPE.value_pad)
+    places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
+    return places, (i < SHAPE.key_size)[:, None] & (j < SHAPE.value_size)[None, :]
+
+
+@triton.jit
+def decays_of(head, SHAPE: tl.constexpr):
+    """Returns which decays are those of a value head: one, or by channel [key_pad]."""
+    return head * SHAPE.key_size + tl.arange(0, SHAPE.key_pad) if SHAPE.by_channel else head
+
+
+@triton.jit
+def _load_decays(source, head, SHAPE: tl.constexpr):
+    """Returns the numbers of a value head's decays from those of all heads, in float32."""
+    places = source + decays_of(head, SHAPE)
+    if SHAPE.by_channel:
+        loaded = tl.load(places, tl.arange(0, SHAPE.key_pad) < SHAPE.key_size, 0.0)
+    else:
+        loaded = tl.load(places)
+    return loaded.to(tl.float32)
+
+
+@triton.jit
+def load_head(a_log, dt_bias, norm, head, SHAPE: tl.constexpr):
+    """Returns the weights of a value head's gates in float32: rate and bias of its decays, and the
+    norm's [value_pad]."""
+    decay_rate = tl.load(a_log + head).to(tl.float32)
+    bias = _load_decays(dt_bias, head, SHAPE)
+    j = tl.arange(0, SHAPE.value_pad)
+    return decay_rate, bias, tl.load(norm + j, j < SHAPE.value_size, 0.0).to(tl.float32)
+
+
+@triton.jit
+def load_decay(a, head, decay_rate, bias, SHAPE: tl.constexpr):
+    """Returns a value head's decay by a token, whose inputs `a` points to; by channel [key_pad]."""
+    return tl.exp(log_decay(_load_decays(a, head, SHAPE), decay_rate, bias))
+
+
+@triton.jit
+def _load_weights(conv, channels, masks, taps, WIDTH: tl.constexpr):
+    """Returns the convolution's weights [P, taps] of a query, a key and values, 0 past them."""
+    weights = ()
+    for n in tl.static_range(3):
+        own = masks[n][:, None] & (taps < WIDTH)[None, :]
+        loaded = tl.load(conv + channels[n][:, None] * WIDTH + taps[None, :], own, 0.0)
+        weights = weights + (loaded.to(tl.float32),)  # noqa: RUF005  (a list is no Triton value)
+    return weights
+
+
+@triton.jit
+def _load_inputs(mixed, window, has_window, channels, masks, taps, WIDTH: tl.constexpr):
+    """Returns the convolution's inputs [P, taps] of a query, a key and values: those of the window,
+    then the token's; 0 past them."""
     is_kept, is_current = taps < WIDTH - 1, taps == WIDTH - 1
-    # one load: of two, their values would be exchanged among threads to bring them together
-    places = tl.where(
-        is_current[None, :],
-        mixed + channels[:, None],
-        window + channels[:, None] * (WIDTH - 1) + taps[None, :],
-    )
-    own = mask[:, None] & (is_current | (is_kept & has_window))[None, :]
-    return tl.load(places, own, 0.0).to(tl.float32)
+    inputs = ()
+    for n in tl.static_range(3):
+        # one load: of two, their values would be exchanged among threads to bring them together
+        places = tl.where(
+            is_current[None, :],
+            mixed + channels[n][:, None],
+            window + channels[n][:, None] * (WIDTH - 1) + taps[None, :],
+        )
+        own = masks[n][:, None] & (is_current | (is_kept & has_window))[None, :]
+        inputs = inputs + (tl.load(places, own, 0.0).to(tl.float32),)  # noqa: RUF005
+    return inputs
 
 
 @triton.jit
@@ -110,9 +176,19 @@ def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(conv, channels, mask, taps, WIDTH: tl.constexpr):
-    own = mask[:, None] & (taps < WIDTH)[None, :]
-    return tl.load(conv + channels[:, None] * WIDTH + taps[None, :], own, 0.0).to(tl.float32)
+def is_last_of_key_head(tickets, row, head, SHAPE: tl.constexpr):
+    """Returns whether this is the last program of a row's key head to come here.
+
+    These programs read the same windows of queries and keys: the last of them writes the next ones,
+    where the others have read what they need, and sets the ticket to 0. Nothing that another
+    program has written is read after this, so the order may be relaxed.
+    """
+    tl.debug_barrier()
+    is_last = True
+    if SHAPE.group > 1:
+        ticket = tickets + row * SHAPE.key_heads + head // SHAPE.group
+        is_last = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
+    return is_last
 
 
 @triton.jit(
@@ -124,15 +200,8 @@ def _delta_decode_kernel(
     out_stride, window_stride, matrix_stride, window_table_stride, matrix_table_stride,
     SHAPE: tl.constexpr, HAS_STARTS: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    key_head = head // SHAPE.group
-    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
-    KEY_PAD: tl.constexpr = SHAPE.key_pad
-    VALUE_PAD: tl.constexpr = SHAPE.value_pad
-    i = tl.arange(0, KEY_PAD)
-    j = tl.arange(0, VALUE_PAD)
-    taps = tl.arange(0, TAPS)
+    head, row = tl.program_id(0), tl.program_id(1)
+    i, j, taps = tl.arange(0, SHAPE.key_pad), tl.arange(0, SHAPE.value_pad), tl.arange(0, TAPS)
     is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
     if HAS_STARTS:  # most rows may be others: their programs end before they load weights
         wait_for_kernel(PDL)
@@ -141,18 +210,9 @@ def _delta_decode_kernel(
         )
         if token < 0:
             return
-    q_channels = key_head * SHAPE.key_size + i
-    k_channels = KEYS + q_channels
-    v_channels = 2 * KEYS + head * SHAPE.value_size + j
-    q_conv = _load_weights(conv, q_channels, is_key, taps, SHAPE.width)
-    k_conv = _load_weights(conv, k_channels, is_key, taps, SHAPE.width)
-    v_conv = _load_weights(conv, v_channels, is_value, taps, SHAPE.width)
-    decay_rate = tl.load(a_log + head).to(tl.float32)
-    if SHAPE.by_channel:
-        bias = tl.load(dt_bias + head * SHAPE.key_size + i, is_key, 0.0).to(tl.float32)
-    else:
-        bias = tl.load(dt_bias + head).to(tl.float32)
-    norm_weight = tl.load(norm + j, is_value, 0.0).to(tl.float32)
+    channels, masks = channels_of(head, SHAPE), (is_key, is_key, is_value)
+    q_conv, k_conv, v_conv = _load_weights(conv, channels, masks, taps, SHAPE.width)
+    decay_rate, bias, norm_weight = load_head(a_log, dt_bias, norm, head, SHAPE)
     if not HAS_STARTS:
         wait_for_kernel(PDL)
         token, is_started, before, last = decode_row(
@@ -169,47 +229,31 @@ def _delta_decode_kernel(
 
     # No load waits for the value of another from here on. (With the state's before the inputs',
     # Triton would move the state through shared memory into the layout of its products.)
-    x = mixed + token * mixed_stride
-    q_inputs = _inputs_of(x, window, is_started, q_channels, is_key, taps, SHAPE.width)
-    k_inputs = _inputs_of(x, window, is_started, k_channels, is_key, taps, SHAPE.width)
-    v_inputs = _inputs_of(x, window, is_started, v_channels, is_value, taps, SHAPE.width)
-    places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
-    is_state = is_key[:, None] & is_value[None, :]
+    q_inputs, k_inputs, v_inputs = _load_inputs(
+        mixed + token * mixed_stride, window, is_started, channels, masks, taps, SHAPE.width
+    )
+    places, is_state = tile_of(head, SHAPE)
     state = tl.load(matrix + places, is_state & is_started, 0.0).to(tl.float32)
     gate = tl.load(z + token * z_stride + head * SHAPE.value_size + j, is_value, 0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-    if SHAPE.by_channel:
-        a_places = a + token * a_stride + head * SHAPE.key_size + i
-        a_value = tl.load(a_places, is_key, 0.0).to(tl.float32)
-    else:
-        a_value = tl.load(a + token * a_stride + head).to(tl.float32)
-    decay = tl.exp(log_decay(a_value, decay_rate, bias))
+    decay = load_decay(a + token * a_stride, head, decay_rate, bias, SHAPE)
 
     q = silu(tl.sum(q_inputs * q_conv, 1))
     k = silu(tl.sum(k_inputs * k_conv, 1))
     v = silu(tl.sum(v_inputs * v_conv, 1))
     q, k, product = unit_vectors(q, k, SHAPE)
-    # Programs of one key head read the same windows of queries and keys: the last of them to come
-    # here writes the next ones, where the others have their inputs in registers already. Nothing
-    # that another program has written is read after this, so the order may be relaxed.
-    tl.debug_barrier()
-    writes_keys = True
-    if SHAPE.group > 1:
-        ticket = tickets + row * SHAPE.key_heads + key_head
-        writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
-
+    writes_keys = is_last_of_key_head(tickets, row, head, SHAPE)
     state, o = advance_state(state, q, k, v, product, beta, decay, SHAPE)
     tl.store(next_matrix + places, state.to(matrices.dtype.element_ty), is_state)
     o = gated_output(o, gate, norm_weight, norm_eps, SHAPE)
-    tl.store(
-        out + token * out_stride + head * SHAPE.value_size + j, o.to(out.dtype.element_ty), is_value
-    )
-    _store_window(next_window, v_inputs, v_channels, is_value, taps, SHAPE.width)
+    out_places = out + token * out_stride + head * SHAPE.value_size + j
+    tl.store(out_places, o.to(out.dtype.element_ty), is_value)
+    _store_window(next_window, v_inputs, channels[2], is_value, taps, SHAPE.width)
     if writes_keys:
-        _store_window(next_window, q_inputs, q_channels, is_key, taps, SHAPE.width)
-        _store_window(next_window, k_inputs, k_channels, is_key, taps, SHAPE.width)
+        _store_window(next_window, q_inputs, channels[0], is_key, taps, SHAPE.width)
+        _store_window(next_window, k_inputs, channels[1], is_key, taps, SHAPE.width)
         if SHAPE.group > 1:
-            tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
+            tl.store(tickets + row * SHAPE.key_heads + head // SHAPE.group, 0)
 
 
 def make_tickets(rows: int, key_heads: int, device: torch.device) -> torch.Tensor:

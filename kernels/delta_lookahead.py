@@ -15,6 +15,7 @@ from the window, the kept inputs or the rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,15 +24,20 @@ from aioinfer.kernels.delta_arguments import (
     DeltaInputs,
     DeltaShape,
     DeltaWeights,
-    log_decay,
     silu,
 )
 from aioinfer.kernels.delta_decode import (
     DeltaDecodeConfig,
     advance_state,
+    channels_of,
     check_decode,
+    decays_of,
     delta_decode_config,
     gated_output,
+    is_last_of_key_head,
+    load_decay,
+    load_head,
+    tile_of,
     unit_vectors,
 )
 from aioinfer.kernels.launch import wait_for_kernel
@@ -46,29 +52,139 @@ from aioinfer.kernels.replays import (
 from aioinfer.kernels.states import StateTables
 
 
+class Strides(NamedTuple):
+    """The strides of the lines of `DeltaInputs`."""
+
+    mixed: int
+    z: int
+    b: int
+    a: int
+
+
+class Saved(NamedTuple):
+    """The kept inputs of all slots, or of one."""
+
+    mixed: torch.Tensor
+    b: torch.Tensor
+    a: torch.Tensor
+
+
+class SavedShape(NamedTuple):
+    """The compile-time shape of kept inputs: tokens of a slot, and numbers of each."""
+
+    tokens: int
+    mixed: int
+    b: int
+    a: int
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a slot (see `replays`).
+
+    Attributes:
+        first, count: tokens that are replayed, and rows after them.
+        row: the first row's token in the step.
+        mixed: where the convolution's inputs are: the arguments of `replays.input_at` from `saved`
+            to `is_started`.
+        saved: the slot's kept inputs.
+    """
+
+    first: tl.tensor
+    count: tl.tensor
+    row: tl.tensor
+    mixed: tuple[tl.tensor, ...]
+    saved: Saved
+
+
+class _Targets(NamedTuple):
+    """Where states of one kind are written: `next` behind the first row, and `at_end` behind the
+    replayed token `end`, where a block ends; -1 if none does."""
+
+    next: tl.tensor
+    end: tl.tensor
+    at_end: tl.tensor
+
+
+@triton.jit
+def _states_of(states, stride, table, start, first, last, BLOCK_SIZE: tl.constexpr):
+    """Returns a pointer to a row's state of one kind before the slot's tokens, and the targets of
+    the next ones; `start`, `first` and `last` are from `rows_of_slot`."""
+    before = tl.load(table + tl.maximum(start - 1, 0) // BLOCK_SIZE).to(tl.int64)
+    block = tl.load(table + last).to(tl.int64)
+    end, end_block = end_of_block(table, start, first, block, BLOCK_SIZE)
+    targets = _Targets(states + block * stride, end, states + end_block * stride)
+    return states + before * stride, targets
+
+
+@triton.jit
+def _load_token(
+    t, tokens, inputs, strides, conv, head, channels, SHAPE: tl.constexpr, SAVED: tl.constexpr
+):
+    """Returns the inputs of a value head at token t of a slot: the query, the key and the values
+    after convolution and SiLU, the output gate's input, 0 of replayed tokens, and beta; and a
+    pointer to the token's `a`."""
+    j = tl.arange(0, SHAPE.value_pad)
+    is_key, is_value = tl.arange(0, SHAPE.key_pad) < SHAPE.key_size, j < SHAPE.value_size
+    first, x = tokens.first, tokens.mixed
+    WIDTH: tl.constexpr = SHAPE.width
+    at = tokens.row + t - first  # the row's token, if it is not a replayed one
+    q = silu(convolved_at(t, first, *x, conv, channels[0], is_key, WIDTH, SAVED.mixed))
+    k = silu(convolved_at(t, first, *x, conv, channels[1], is_key, WIDTH, SAVED.mixed))
+    v = silu(convolved_at(t, first, *x, conv, channels[2], is_value, WIDTH, SAVED.mixed))
+    is_row = t >= first
+    z_places = inputs.z + at * strides.z + head * SHAPE.value_size + j
+    gate = tl.load(z_places, is_value & is_row, 0.0).to(tl.float32)
+    b = tl.where(is_row, inputs.b + at * strides.b, tokens.saved.b + t * SAVED.b)
+    beta = tl.sigmoid(tl.load(b + head).to(tl.float32))
+    a = tl.where(is_row, inputs.a + at * strides.a, tokens.saved.a + t * SAVED.a)
+    return q, k, v, gate, beta, a
+
+
+@triton.jit
+def _keep_tokens(
+    tokens, windows, inputs, strides, tickets, row, head, channels, SHAPE: tl.constexpr,
+    SAVED: tl.constexpr,
+):  # fmt: skip
+    """Keeps what the slot's next step reads of a value head: the windows of its channels, written
+    to their targets, and the inputs of the rows after the first; of queries and keys by the last
+    program of a key head."""
+    writes_keys = is_last_of_key_head(tickets, row, head, SHAPE)
+    is_key = tl.arange(0, SHAPE.key_pad) < SHAPE.key_size
+    is_value = tl.arange(0, SHAPE.value_pad) < SHAPE.value_size
+    query, key, values = channels
+    first, x, saved = tokens.first, tokens.mixed, tokens.saved
+    next, end, at_end = windows
+    mixed = inputs.mixed + tokens.row * strides.mixed + strides.mixed
+    keep_windows(first, end, *x, next, at_end, values, is_value, SHAPE.width, SAVED.mixed)
+    count = tokens.count - 1
+    keep_inputs(saved.mixed, SAVED.mixed, mixed, strides.mixed, count, values, is_value)
+    ahead = tokens.row + 1
+    b, a = inputs.b + ahead * strides.b, inputs.a + ahead * strides.a
+    keep_inputs(saved.b, SAVED.b, b, strides.b, count, head, True)
+    is_decay = is_key if SHAPE.by_channel else True
+    keep_inputs(saved.a, SAVED.a, a, strides.a, count, decays_of(head, SHAPE), is_decay)
+    if writes_keys:
+        keep_windows(first, end, *x, next, at_end, query, is_key, SHAPE.width, SAVED.mixed)
+        keep_windows(first, end, *x, next, at_end, key, is_key, SHAPE.width, SAVED.mixed)
+        keep_inputs(saved.mixed, SAVED.mixed, mixed, strides.mixed, count, query, is_key)
+        keep_inputs(saved.mixed, SAVED.mixed, mixed, strides.mixed, count, key, is_key)
+        if SHAPE.group > 1:
+            tl.store(tickets + row * SHAPE.key_heads + head // SHAPE.group, 0)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=[
         "window_tables", "matrix_tables", "seq_lens", "query_starts", "slots", "pending", "counts",
     ]
 )  # fmt: skip
 def _delta_lookahead_kernel(
-    mixed, z, b, a, out, conv, a_log, dt_bias, norm, norm_eps, windows, matrices, window_tables,
-    matrix_tables, seq_lens, query_starts, slots, pending, counts, saved_mixed, saved_b, saved_a,
-    tickets, mixed_stride, z_stride, b_stride, a_stride, out_stride, window_stride, matrix_stride,
+    inputs, out, weights, windows, matrices, window_tables, matrix_tables, seq_lens, query_starts,
+    slots, pending, counts, saved, tickets, strides, out_stride, window_stride, matrix_stride,
     window_table_stride, matrix_table_stride,
     SHAPE: tl.constexpr, SAVED: tl.constexpr, HAS_STARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    key_head = head // SHAPE.group
-    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
-    HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
-    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * SHAPE.value_size
-    DECAYS: tl.constexpr = SHAPE.key_size if SHAPE.by_channel else 1  # of a head
-    WIDTH: tl.constexpr = SHAPE.width
-    i = tl.arange(0, SHAPE.key_pad)
-    j = tl.arange(0, SHAPE.value_pad)
-    is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
+    head, row = tl.program_id(0), tl.program_id(1)
+    i, j = tl.arange(0, SHAPE.key_pad), tl.arange(0, SHAPE.value_pad)
     wait_for_kernel(PDL)
     token, first, count, slot, start, last = rows_of_slot(
         seq_lens, query_starts, slots, pending, counts, row, HAS_STARTS, SHAPE.block_size
@@ -76,114 +192,49 @@ def _delta_lookahead_kernel(
     if token < 0:
         return
     is_started = start > 0
-    before = tl.maximum(start - 1, 0) // SHAPE.block_size
-
-    q_channels = key_head * SHAPE.key_size + i
-    k_channels = KEYS + q_channels
-    v_channels = 2 * KEYS + head * SHAPE.value_size + j
-    decay_rate = tl.load(a_log + head).to(tl.float32)
-    if SHAPE.by_channel:
-        d = head * SHAPE.key_size + i
-        bias = tl.load(dt_bias + d, is_key, 0.0).to(tl.float32)
-    else:
-        d = head
-        bias = tl.load(dt_bias + head).to(tl.float32)
-    norm_weight = tl.load(norm + j, is_value, 0.0).to(tl.float32)
-
+    channels = channels_of(head, SHAPE)
+    decay_rate, bias, norm_weight = load_head(
+        weights.a_log, weights.dt_bias, weights.norm, head, SHAPE
+    )
     window_table = window_tables + row.to(tl.int64) * window_table_stride
     matrix_table = matrix_tables + row.to(tl.int64) * matrix_table_stride
-    window = windows + tl.load(window_table + before).to(tl.int64) * window_stride
-    matrix = matrices + tl.load(matrix_table + before).to(tl.int64) * matrix_stride
-    window_block = tl.load(window_table + last).to(tl.int64)
-    matrix_block = tl.load(matrix_table + last).to(tl.int64)
-    window_end, block = end_of_block(window_table, start, first, window_block, SHAPE.block_size)
-    end_window = windows + block * window_stride
-    matrix_end, block = end_of_block(matrix_table, start, first, matrix_block, SHAPE.block_size)
-    end_matrix = matrices + block * matrix_stride
-    next_window = windows + window_block * window_stride
-    next_matrix = matrices + matrix_block * matrix_stride
+    window, next_windows = _states_of(
+        windows, window_stride, window_table, start, first, last, SHAPE.block_size
+    )
+    matrix, next_matrices = _states_of(
+        matrices, matrix_stride, matrix_table, start, first, last, SHAPE.block_size
+    )
 
-    rows = mixed + token * mixed_stride
-    saved = saved_mixed + slot * (SAVED * CHANNELS)
-    b_saved = saved_b + slot * (SAVED * HEADS)
-    a_saved = saved_a + slot * (SAVED * HEADS * DECAYS)
-    places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
-    is_state = is_key[:, None] & is_value[None, :]
+    kept = Saved(
+        saved.mixed + slot * (SAVED.tokens * SAVED.mixed),
+        saved.b + slot * (SAVED.tokens * SAVED.b),
+        saved.a + slot * (SAVED.tokens * SAVED.a),
+    )
+    mixed = kept.mixed, inputs.mixed + token * strides.mixed, strides.mixed, window, is_started
+    tokens = _Tokens(first, count, token, mixed, kept)
+    places, is_state = tile_of(head, SHAPE)
     state = tl.load(matrix + places, is_state & is_started, 0.0).to(tl.float32)
     # Places in the matrix, a number for each of its numbers, would take as many registers if they
     # were kept through the loop: they are computed where they are needed, from other terms.
     end_offset = head * (SHAPE.key_size * SHAPE.value_size)
     for t in tl.range(0, first + count, disable_licm=True):
-        at = token + t - first  # the row's token, if it is not a replayed one
-        q = silu(convolved_at(
-            t, first, saved, rows, mixed_stride, window, is_started, conv, q_channels, is_key,
-            WIDTH, CHANNELS,
-        ))  # fmt: skip
-        k = silu(convolved_at(
-            t, first, saved, rows, mixed_stride, window, is_started, conv, k_channels, is_key,
-            WIDTH, CHANNELS,
-        ))  # fmt: skip
-        v = silu(convolved_at(
-            t, first, saved, rows, mixed_stride, window, is_started, conv, v_channels, is_value,
-            WIDTH, CHANNELS,
-        ))  # fmt: skip
-        is_row = t >= first
-        z_places = z + at * z_stride + head * SHAPE.value_size + j
-        gate = tl.load(z_places, is_value & is_row, 0.0).to(tl.float32)
-        b_place = tl.where(is_row, b + at * b_stride, b_saved + t * HEADS) + head
-        beta = tl.sigmoid(tl.load(b_place).to(tl.float32))
-        a_places = tl.where(is_row, a + at * a_stride, a_saved + t * (HEADS * DECAYS)) + d
-        if SHAPE.by_channel:
-            a_value = tl.load(a_places, is_key, 0.0).to(tl.float32)
-        else:
-            a_value = tl.load(a_places).to(tl.float32)
-        decay = tl.exp(log_decay(a_value, decay_rate, bias))
-
+        q, k, v, gate, beta, a = _load_token(
+            t, tokens, inputs, strides, weights.conv, head, channels, SHAPE, SAVED
+        )
+        decay = load_decay(a, head, decay_rate, bias, SHAPE)
         q, k, product = unit_vectors(q, k, SHAPE)
         state, o = advance_state(state, q, k, v, product, beta, decay, SHAPE)
         # rounded after each token, whatever the number of tokens in the step
         stored = state.to(matrices.dtype.element_ty)
         state = stored.to(tl.float32)
-        if (t == first) | (t == matrix_end):
-            target = tl.where(t == first, next_matrix, end_matrix) + end_offset
+        if (t == first) | (t == next_matrices.end):
+            target = tl.where(t == first, next_matrices.next, next_matrices.at_end) + end_offset
             tl.store(target + (i[:, None] * SHAPE.value_size + j[None, :]), stored, is_state)
-        o = gated_output(o, gate, norm_weight, norm_eps, SHAPE)
-        out_places = out + at * out_stride + head * SHAPE.value_size + j
-        tl.store(out_places, o.to(out.dtype.element_ty), is_value & is_row)
-
-    # Programs of one key head read the same windows and kept inputs of queries and keys: the last
-    # of them to come here writes the next ones. Nothing that another program has written is read
-    # after this, so the order may be relaxed.
-    tl.debug_barrier()
-    writes_keys = True
-    if SHAPE.group > 1:
-        ticket = tickets + row * SHAPE.key_heads + key_head
-        writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
-    rows_ahead = rows + mixed_stride
-    keep_windows(
-        first, window_end, saved, rows, mixed_stride, window, is_started, next_window, end_window,
-        v_channels, is_value, WIDTH, CHANNELS,
-    )  # fmt: skip
-    keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, v_channels, is_value)
-    b_ahead, a_ahead = b + (token + 1) * b_stride, a + (token + 1) * a_stride
-    keep_inputs(b_saved, HEADS, b_ahead, b_stride, count - 1, head, True)
-    keep_inputs(
-        a_saved, HEADS * DECAYS, a_ahead, a_stride, count - 1, d,
-        is_key if SHAPE.by_channel else True,
-    )  # fmt: skip
-    if writes_keys:
-        keep_windows(
-            first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
-            end_window, q_channels, is_key, WIDTH, CHANNELS,
-        )  # fmt: skip
-        keep_windows(
-            first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
-            end_window, k_channels, is_key, WIDTH, CHANNELS,
-        )  # fmt: skip
-        keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, q_channels, is_key)
-        keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, k_channels, is_key)
-        if SHAPE.group > 1:
-            tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
+        o = gated_output(o, gate, norm_weight, weights.norm_eps, SHAPE)
+        out_places = out + (token + t - first) * out_stride + head * SHAPE.value_size + j
+        own = (j < SHAPE.value_size) & (t >= first)
+        tl.store(out_places, o.to(out.dtype.element_ty), own)
+    _keep_tokens(tokens, next_windows, inputs, strides, tickets, row, head, channels, SHAPE, SAVED)
 
 
 def delta_lookahead(
@@ -229,11 +280,12 @@ def delta_lookahead(
         return
     config = delta_decode_config(shape) if config is None else config
     _delta_lookahead_kernel[(shape.key_heads * shape.group, rows)](
-        *inputs, out, *weights, windows.states, matrices.states, windows.tables, matrices.tables,
-        seq_lens, seq_lens if query_starts is None else query_starts, *replays, *saved, tickets,
-        *(x.stride(0) for x in (*inputs, out)), windows.states.stride(0),
-        matrices.states.stride(0), windows.tables.stride(0), matrices.tables.stride(0),
-        SHAPE=shape, SAVED=saved[0].shape[1], HAS_STARTS=query_starts is not None,
-        PDL=pdl, num_warps=config.num_warps,
+        inputs, out, weights, windows.states, matrices.states, windows.tables, matrices.tables,
+        seq_lens, seq_lens if query_starts is None else query_starts, *replays,
+        Saved(*saved), tickets, Strides(*(x.stride(0) for x in inputs)), out.stride(0),
+        windows.states.stride(0), matrices.states.stride(0), windows.tables.stride(0),
+        matrices.tables.stride(0), SHAPE=shape,
+        SAVED=SavedShape(saved[0].shape[1], *(x.shape[2] for x in saved)),
+        HAS_STARTS=query_starts is not None, PDL=pdl, num_warps=config.num_warps,
         maxnreg=config.max_registers, launch_pdl=pdl,
     )  # fmt: skip

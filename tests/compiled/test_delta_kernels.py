@@ -12,11 +12,16 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.convolution_lookahead import _convolution_lookahead_kernel
-from aioinfer.kernels.delta_arguments import DeltaShape
+from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaShape, DeltaWeights
 from aioinfer.kernels.delta_chunks import MAX_PART, _channel_chunk_kernel, _chunk_kernel
 from aioinfer.kernels.delta_decode import _delta_decode_kernel, delta_decode_config
 from aioinfer.kernels.delta_inputs import REGISTERS, RESIDENT, _inputs_kernel
-from aioinfer.kernels.delta_lookahead import _delta_lookahead_kernel
+from aioinfer.kernels.delta_lookahead import (
+    Saved,
+    SavedShape,
+    Strides,
+    _delta_lookahead_kernel,
+)
 from aioinfer.kernels.delta_prefill import _norm_kernel, _scan_kernel, delta_prefill_config
 from aioinfer.kernels.gated_norm import _gated_norm_kernel
 from aioinfer.kernels.mamba import (
@@ -65,15 +70,18 @@ def test_decodes(state_dtype: torch.dtype, shape: DeltaShape) -> None:
 def test_lookahead(state_dtype: torch.dtype, shape: DeltaShape, has_starts: bool) -> None:
     """A matrix stays in registers from the first token to the last."""
     config = delta_decode_config(shape)
+    decays = HEADS * 128 if shape.by_channel else HEADS
     kernel = compile_call(
         _delta_lookahead_kernel, SimpleNamespace(num_warps=config.num_warps, num_stages=3),
-        mixed=BF16, z=BF16, b=BF16, a=BF16, out=BF16, conv=BF16, a_log=FLOATS, dt_bias=FLOATS,
-        norm=BF16, norm_eps=1e-6, windows=BF16, matrices=torch.empty(8, dtype=state_dtype),
-        window_tables=INTS, matrix_tables=INTS, seq_lens=INTS, query_starts=INTS, slots=INTS,
-        pending=INTS, counts=INTS, saved_mixed=BF16, saved_b=BF16, saved_a=BF16, tickets=INTS,
-        mixed_stride=CHANNELS + 4096, z_stride=CHANNELS + 4096, b_stride=64, a_stride=64,
-        out_stride=4096, window_stride=CHANNELS * 3, matrix_stride=HEADS * 128 * 128,
-        window_table_stride=320, matrix_table_stride=320, SHAPE=shape, SAVED=5,
+        inputs=DeltaInputs(BF16, BF16, BF16, BF16), out=BF16,
+        weights=DeltaWeights(BF16, FLOATS, FLOATS, BF16, 1e-6), windows=BF16,
+        matrices=torch.empty(8, dtype=state_dtype), window_tables=INTS, matrix_tables=INTS,
+        seq_lens=INTS, query_starts=INTS, slots=INTS, pending=INTS, counts=INTS,
+        saved=Saved(BF16, BF16, BF16), tickets=INTS,
+        strides=Strides(CHANNELS + 4096, CHANNELS + 4096, 64, 64), out_stride=4096,
+        window_stride=CHANNELS * 3, matrix_stride=HEADS * 128 * 128, window_table_stride=320,
+        matrix_table_stride=320, SHAPE=shape,
+        SAVED=SavedShape(5, (2 * shape.key_heads + HEADS) * 128, HEADS, decays),
         HAS_STARTS=has_starts, PDL=True,
     )  # fmt: skip
     check_fits(kernel, spilled=0 if state_dtype == torch.float32 else 32)
