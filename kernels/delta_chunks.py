@@ -53,6 +53,15 @@ def _inverse(A, LENGTH: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _store_scores(scores, P, line, is_token, head, HEADS: tl.constexpr, LENGTH: tl.constexpr):
+    """Stores the products P [LENGTH, LENGTH] of a chunk's queries and keys, 0 for later keys."""
+    t = tl.arange(0, LENGTH)
+    places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
+    P = tl.where(t[:, None] >= t[None, :], P, 0.0)
+    tl.store(places, P.to(scores.dtype.element_ty), is_token[:, None])
+
+
+@triton.jit
 def _chunk_kernel(
     mixed, keys, scores, decays, b, a, a_log, dt_bias, chunks, mixed_stride, b_stride, a_stride,
     decay_stride, SHAPE: tl.constexpr, LENGTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,9 +96,7 @@ def _chunk_kernel(
 
         q = tl.load(q_places, is_key, 0.0)
         P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-        P = tl.where(t[:, None] >= t[None, :], P, 0.0)
-        places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
-        tl.store(places, P.to(k.dtype), is_token[:, None])
+        _store_scores(scores, P, line, is_token, head, HEADS, LENGTH)
 
         products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         A = tl.where(t[:, None] > t[None, :], products * decay * beta[:, None], 0.0)
@@ -113,6 +120,82 @@ def slot_of(row, row_token, number, LENGTH: tl.constexpr):
     return row_token // LENGTH + 2 * row + number
 
 
+@triton.jit
+def _keys_of(mixed, mixed_stride, line, count, head, i, SHAPE: tl.constexpr):
+    """Returns the places of channels i of the queries and keys of a chunk of `count` tokens, and
+    which of them there are: [LENGTH, PART] each."""
+    q_places = mixed + line[:, None] * mixed_stride + head * SHAPE.key_size + i[None, :]
+    k_places = q_places + SHAPE.key_heads * SHAPE.key_size
+    is_token = tl.arange(0, line.shape[0]) < count
+    return q_places, k_places, is_token[:, None] & (i < SHAPE.key_size)[None, :]
+
+
+@triton.jit
+def _add_within(
+    A, P, q, k, G, k_places, G_places, mixed_stride, count, has_channel, first,
+    LENGTH: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Returns A and P with the products of q and k [LENGTH, PART] of tokens in one sub-chunk added,
+    channel by channel; `first` is the first token of each token's sub-chunk, and G_places are those
+    of the chunk's first token."""
+    t = tl.arange(0, LENGTH)
+    for index in range(SUB):
+        other = first + index
+        is_key = (other < count)[:, None] & has_channel[None, :]
+        left = tl.load(k_places + (other - t)[:, None] * mixed_stride, is_key, 0.0)
+        G_other = tl.load(G_places + other[:, None] * PAD)
+        left = left.to(tl.float32) * tl.exp(tl.minimum(G - G_other, 0.0))
+        is_other = t[None, :] == other[:, None]
+        A += tl.where(is_other, tl.sum(k * left, 1)[:, None], 0.0)
+        P += tl.where(is_other, tl.sum(q * left, 1)[:, None], 0.0)
+    return A, P
+
+
+@triton.jit
+def _add_across(
+    A, P, q, k, G, G_places, first, LENGTH: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_add_within`, with the products of tokens in different sub-chunks, of operands in
+    KIND."""
+    t = tl.arange(0, LENGTH)
+    since = tl.exp(tl.minimum(G - tl.load(G_places + first[:, None] * PAD), 0.0))
+    k_since, q_since = (k * since).to(KIND), (q * since).to(KIND)
+    for start in range(SUB, LENGTH, SUB):
+        left = k * tl.exp(tl.minimum(tl.load(G_places + start * PAD) - G, 0.0))
+        left = tl.trans(left.to(KIND))
+        is_part = (first[:, None] == start) & (t[None, :] < start)
+        A += tl.where(is_part, tl.dot(k_since, left, input_precision=PRECISION), 0.0)
+        P += tl.where(is_part, tl.dot(q_since, left, input_precision=PRECISION), 0.0)
+    return A, P
+
+
+@triton.jit
+def _store_values(
+    mixed, mixed_stride, T, beta, line, is_token, head, SHAPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Replaces the values of a chunk by U."""
+    j = tl.arange(0, SHAPE.value_pad)
+    is_value = is_token[:, None] & (j < SHAPE.value_size)[None, :]
+    places = mixed + line[:, None] * mixed_stride + 2 * SHAPE.key_heads * SHAPE.key_size
+    places += head * SHAPE.value_size + j[None, :]
+    v = tl.load(places, is_value, 0.0).to(tl.float32) * beta[:, None]
+    U = tl.dot(T, v.to(T.dtype), input_precision=PRECISION)
+    tl.store(places, U.to(T.dtype), is_value)
+
+
+@triton.jit
+def _store_decayed(q_places, k_places, mask, G, last):
+    """Replaces queries and keys by exp(G) q and exp(last - G) k, and returns the old keys."""
+    q = tl.load(q_places, mask, 0.0).to(tl.float32)
+    k = tl.load(k_places, mask, 0.0).to(tl.float32)
+    tl.store(q_places, (q * tl.exp(G)).to(q_places.dtype.element_ty), mask)
+    left = tl.exp(tl.minimum(last[None, :] - G, 0.0))
+    tl.store(k_places, (k * left).to(k_places.dtype.element_ty), mask)
+    return k
+
+
 @triton.jit(do_not_specialize_on_alignment=["query_starts"])
 def _channel_chunk_kernel(
     mixed, keys, scores, decays, sums, b, a, a_log, dt_bias, chunks, query_starts, mixed_stride,
@@ -125,6 +208,7 @@ def _channel_chunk_kernel(
     HEADS: tl.constexpr = SHAPE.key_heads
     SIZE: tl.constexpr = SHAPE.key_size
     PAD: tl.constexpr = SHAPE.key_pad
+    KIND: tl.constexpr = keys.dtype.element_ty
     t = tl.arange(0, LENGTH)
     first = t // SUB * SUB  # of the sub-chunk
     own_sums = sums + tl.program_id(0).to(tl.int64) * (LENGTH * PAD)
@@ -143,9 +227,7 @@ def _channel_chunk_kernel(
         P = tl.zeros([LENGTH, LENGTH], tl.float32)
         for part in range(0, PAD, PART):
             i = part + tl.arange(0, PART)
-            is_key = is_token[:, None] & (i < SIZE)[None, :]
-            q_places = mixed + line[:, None] * mixed_stride + head * SIZE + i[None, :]
-            k_places = q_places + HEADS * SIZE
+            q_places, k_places, is_key = _keys_of(mixed, mixed_stride, line, count, head, i, SHAPE)
             bias = tl.load(dt_bias + head * SIZE + i, i < SIZE, 0.0).to(tl.float32)
             a_places = a + line[:, None] * a_stride + head * SIZE + i[None, :]
             a_value = tl.load(a_places, is_key, 0.0).to(tl.float32)
@@ -156,55 +238,26 @@ def _channel_chunk_kernel(
             tl.debug_barrier()
             q = tl.load(q_places, is_key, 0.0).to(tl.float32)
             k = tl.load(k_places, is_key, 0.0).to(tl.float32)
-            for index in range(SUB):
-                other = first + index
-                is_key = (other < count)[:, None] & (i < SIZE)[None, :]
-                left = tl.load(k_places + (other - t)[:, None] * mixed_stride, is_key, 0.0)
-                G_other = tl.load(G_places + other[:, None] * PAD)
-                left = left.to(tl.float32) * tl.exp(tl.minimum(G - G_other, 0.0))
-                is_other = t[None, :] == other[:, None]
-                A += tl.where(is_other, tl.sum(k * left, 1)[:, None], 0.0)
-                P += tl.where(is_other, tl.sum(q * left, 1)[:, None], 0.0)
-            since = tl.exp(tl.minimum(G - tl.load(G_places + first[:, None] * PAD), 0.0))
-            k_since = (k * since).to(keys.dtype.element_ty)
-            q_since = (q * since).to(keys.dtype.element_ty)
-            for start in range(SUB, LENGTH, SUB):
-                left = k * tl.exp(tl.minimum(tl.load(G_places + start * PAD) - G, 0.0))
-                left = tl.trans(left.to(keys.dtype.element_ty))
-                is_part = (first[:, None] == start) & (t[None, :] < start)
-                A += tl.where(is_part, tl.dot(k_since, left, input_precision=PRECISION), 0.0)
-                P += tl.where(is_part, tl.dot(q_since, left, input_precision=PRECISION), 0.0)
+            A, P = _add_within(
+                A, P, q, k, G, k_places, G_places, mixed_stride, count, i < SIZE, first, LENGTH, PAD
+            )
+            A, P = _add_across(A, P, q, k, G, G_places, first, LENGTH, PAD, KIND, PRECISION)
 
         A = tl.where(t[:, None] > t[None, :], A * beta[:, None], 0.0)
-        T = _inverse(A, LENGTH, PRECISION).to(keys.dtype.element_ty)
-        P = tl.where(t[:, None] >= t[None, :], P, 0.0)
-        places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
-        tl.store(places, P.to(scores.dtype.element_ty), is_token[:, None])
-        j = tl.arange(0, SHAPE.value_pad)
-        is_value = is_token[:, None] & (j < SHAPE.value_size)[None, :]
-        places = mixed + line[:, None] * mixed_stride + 2 * HEADS * SIZE
-        places += head * SHAPE.value_size + j[None, :]
-        v = tl.load(places, is_value, 0.0).to(tl.float32) * beta[:, None]
-        U = tl.dot(T, v.to(T.dtype), input_precision=PRECISION)
-        tl.store(places, U.to(T.dtype), is_value)
+        T = _inverse(A, LENGTH, PRECISION).to(KIND)
+        _store_scores(scores, P, line, is_token, head, HEADS, LENGTH)
+        _store_values(mixed, mixed_stride, T, beta, line, is_token, head, SHAPE, PRECISION)
         row_token = tl.load(query_starts + row)
         start = position - token + row_token
         slot = slot_of(row, row_token, position // LENGTH - start // LENGTH, LENGTH).to(tl.int64)
         tl.debug_barrier()  # every thread has read the keys
         for part in range(0, PAD, PART):
             i = part + tl.arange(0, PART)
-            is_key = is_token[:, None] & (i < SIZE)[None, :]
-            q_places = mixed + line[:, None] * mixed_stride + head * SIZE + i[None, :]
-            k_places = q_places + HEADS * SIZE
+            q_places, k_places, is_key = _keys_of(mixed, mixed_stride, line, count, head, i, SHAPE)
             G = tl.load(own_sums + t[:, None] * PAD + i[None, :])
             last = tl.load(own_sums + (LENGTH - 1) * PAD + i)
-            q = tl.load(q_places, is_key, 0.0).to(tl.float32)
-            k = tl.load(k_places, is_key, 0.0).to(tl.float32)
-            tl.store(q_places, (q * tl.exp(G)).to(T.dtype), is_key)
-            left = tl.exp(tl.minimum(last[None, :] - G, 0.0))
-            tl.store(k_places, (k * left).to(T.dtype), is_key)
+            k = _store_decayed(q_places, k_places, is_key, G, last)
             tl.store(decays + (slot * HEADS + head) * SIZE + i, tl.exp(last), i < SIZE)
-            W = (k * tl.exp(G) * beta[:, None]).to(T.dtype)
-            W = tl.dot(T, W, input_precision=PRECISION)
+            W = tl.dot(T, (k * tl.exp(G) * beta[:, None]).to(KIND), input_precision=PRECISION)
             W_places = keys + line[:, None] * (HEADS * SIZE) + head * SIZE + i[None, :]
-            tl.store(W_places, W.to(T.dtype), is_key)
+            tl.store(W_places, W.to(KIND), is_key)

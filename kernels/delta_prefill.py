@@ -119,6 +119,50 @@ def plans_of(
     )
 
 
+@triton.jit
+def _load_chunk(
+    mixed, keys, scores, mixed_stride, line, is_token, has_key, has_value, head, j,
+    SHAPE: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Returns of a chunk's tokens at `line` [LENGTH]: queries, keys, W, P, and the value channels j
+    of U in float32; 0 where there are no tokens, keys or values."""
+    HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
+    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
+    t, i = tl.arange(0, LENGTH), tl.arange(0, SHAPE.key_pad)
+    q_places = mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
+    q = tl.load(q_places, is_token & has_key, 0.0)
+    k = tl.load(q_places + KEYS, is_token & has_key, 0.0)
+    places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
+    W = tl.load(places, is_token & has_key, 0.0)
+    places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
+    P = tl.load(places, is_token, 0.0)
+    places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
+    U = tl.load(places, is_token & has_value, 0.0).to(tl.float32)
+    return q, k, W, P, U
+
+
+@triton.jit
+def _scan_chunk(
+    S, q, k, W, P, U, decays, line, token, count, SHAPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Returns the state behind a chunk of `count` tokens from `token` on, and its outputs before
+    the norm; `decays` points to a head's G of all tokens, or by channel to exp(G_last)."""
+    rounded = S.to(q.dtype)
+    V = U - tl.dot(W, rounded, input_precision=PRECISION)
+    o = tl.dot(q, rounded, input_precision=PRECISION)
+    if SHAPE.by_channel:  # queries and keys have their decays already
+        i = tl.arange(0, SHAPE.key_pad)
+        S = S * tl.load(decays + i, i < SHAPE.key_size, 0.0)[:, None]
+        o = tl.dot(P, V.to(q.dtype), o, input_precision=PRECISION)
+    else:
+        G = tl.load(decays + line, tl.arange(0, line.shape[0]) < count, 0.0)
+        last = tl.load(decays + token + count - 1)
+        S = S * tl.exp(last)
+        o = tl.dot(P, V.to(q.dtype), o * tl.exp(G)[:, None], input_precision=PRECISION)
+        V = V * tl.exp(tl.minimum(last - G, 0.0))[:, None]
+    return tl.dot(tl.trans(k), V.to(q.dtype), S, input_precision=PRECISION), o
+
+
 @triton.jit(do_not_specialize_on_alignment=["tables", "query_starts", "seq_lens"])
 def _scan_kernel(
     mixed, keys, scores, decays, z, norm, norm_eps, out, matrices, tables, rows, query_starts,
@@ -128,7 +172,6 @@ def _scan_kernel(
 ):  # fmt: skip
     """The outputs of a row's tokens for VALUES channels of one value head, and its states."""
     HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
-    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
     PARTS: tl.constexpr = (SHAPE.value_size + VALUES - 1) // VALUES
     wait_for_kernel(PDL)
     items = tl.load(rows) * (HEADS * PARTS)
@@ -147,9 +190,8 @@ def _scan_kernel(
         is_state = (i < SHAPE.key_size)[:, None] & has_value
         state_places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
         table = tables + row.to(tl.int64) * table_stride
-        before = (
-            matrices + block_of(table, tl.maximum(start - 1, 0) // SHAPE.block_size) * matrix_stride
-        )
+        before = block_of(table, tl.maximum(start - 1, 0) // SHAPE.block_size)
+        before = matrices + before * matrix_stride
         S = tl.load(before + state_places, is_state & (start > 0), 0.0).to(tl.float32)
         base = start // LENGTH * LENGTH
         for chunk in range(base, seq_len, LENGTH):
@@ -161,32 +203,16 @@ def _scan_kernel(
             token = row_token + position - start
             line = (token + t).to(tl.int64)
             is_token = (t < count)[:, None]
-            q_places = (
-                mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
-            )
-            q = tl.load(q_places, is_token & has_key, 0.0)
-            k = tl.load(q_places + KEYS, is_token & has_key, 0.0)
-            places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
-            W = tl.load(places, is_token & has_key, 0.0)
-            places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
-            P = tl.load(places, is_token, 0.0)
-            places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
-            U = tl.load(places, is_token & has_value, 0.0).to(tl.float32)
-            rounded = S.to(q.dtype)
-            V = U - tl.dot(W, rounded, input_precision=PRECISION)
-            o = tl.dot(q, rounded, input_precision=PRECISION)
-            if SHAPE.by_channel:  # queries and keys have their decays already
+            q, k, W, P, U = _load_chunk(
+                mixed, keys, scores, mixed_stride, line, is_token, has_key, has_value, head, j,
+                SHAPE, LENGTH,
+            )  # fmt: skip
+            if SHAPE.by_channel:
                 slot = slot_of(row, row_token, (chunk - base) // LENGTH, LENGTH).to(tl.int64)
-                places = decays + (slot * HEADS + head) * SHAPE.key_size + i
-                S = S * tl.load(places, i < SHAPE.key_size, 0.0)[:, None]
-                o = tl.dot(P, V.to(q.dtype), o, input_precision=PRECISION)
+                of_head = decays + (slot * HEADS + head) * SHAPE.key_size
             else:
-                G = tl.load(decays + head * decay_stride + line, t < count, 0.0)
-                last = tl.load(decays + head * decay_stride + token + count - 1)
-                S = S * tl.exp(last)
-                o = tl.dot(P, V.to(q.dtype), o * tl.exp(G)[:, None], input_precision=PRECISION)
-                V = V * tl.exp(tl.minimum(last - G, 0.0))[:, None]
-            S = tl.dot(tl.trans(k), V.to(q.dtype), S, input_precision=PRECISION)
+                of_head = decays + head * decay_stride
+            S, o = _scan_chunk(S, q, k, W, P, U, of_head, line, token, count, SHAPE, PRECISION)
 
             places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
             if SHAPE.value_size <= VALUES:
