@@ -26,6 +26,7 @@ and loop bound has to depend on such a value only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -115,14 +116,9 @@ def _gumbel(seed, position, tokens):
 @triton.jit(
     do_not_specialize=["first"],
     do_not_specialize_on_alignment=[
-        "slot_ids",
-        "positions",
-        "best_scores",
-        "best_tokens",
-        "maxima",
-        "sums",
+        "slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums",
     ],
-)
+)  # fmt: skip
 def _chunk_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ps, best_scores, best_tokens, maxima,
     sums, vocab, stride, first,
@@ -157,17 +153,39 @@ def _chunk_kernel(
     tl.store(maxima + place, largest)
 
 
+class _Row(NamedTuple):
+    """A row that is sampled with filters.
+
+    Attributes:
+        logits: of this rank.
+        chunks: int32, where the chunks that the filters read are listed.
+        vocab, first: how many logits there are, and the token id of the first.
+        temperature: what logits are divided by.
+        seed, position: of the noise.
+        to, here: of the exchange between ranks (`all_gather`).
+    """
+
+    logits: tl.tensor
+    chunks: tl.tensor
+    vocab: tl.tensor
+    first: tl.tensor
+    temperature: tl.tensor
+    seed: tl.tensor
+    position: tl.tensor
+    to: tl.tensor
+    here: tl.tensor
+
+
 @triton.jit
-def _load_chunks(
-    logits, chunks, begin, count, temperature, vocab, CHUNK: tl.constexpr, GATHERED: tl.constexpr
-):
-    """Returns logits over temperature and their columns, both [GATHERED, CHUNK], of the listed
-    chunks `begin` and following."""
+def _load_chunks(row, begin, count, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
+    """Returns logits over temperature and their columns, both [GATHERED, CHUNK], of the `count`
+    listed chunks from `begin` on."""
     entry = begin + tl.arange(0, GATHERED)
     listed = entry < count
-    columns = tl.load(chunks + entry, listed, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = tl.load(logits + columns, listed[:, None] & (columns < vocab), float("-inf")).to(tl.float32)
-    return tl.div_rn(x, tl.zeros_like(x) + temperature), columns
+    columns = tl.load(row.chunks + entry, listed, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    places = row.logits + columns
+    x = tl.load(places, listed[:, None] & (columns < row.vocab), float("-inf")).to(tl.float32)
+    return tl.div_rn(x, tl.zeros_like(x) + row.temperature), columns
 
 
 @triton.jit
@@ -180,7 +198,7 @@ def _as_key(x):
 
 @triton.jit
 def _kth_largest(
-    logits, chunks, count, temperature, vocab, k, low, high, to, here, epoch,
+    row, count, k, low, high, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns the k-th largest value of all ranks' listed chunks, which lies between `low` and
@@ -197,7 +215,7 @@ def _kth_largest(
         smallest_above = tl.zeros([GATHERED, CHUNK], tl.int32) + top
         largest_below = tl.zeros([GATHERED, CHUNK], tl.int32) + bottom
         for begin in range(0, count, GATHERED):
-            x, _ = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
+            x, _ = _load_chunks(row, begin, count, CHUNK, GATHERED)
             key = _as_key(x)
             counts += (key >= middle).to(tl.int32)
             smallest_above = tl.minimum(smallest_above, tl.where(key >= middle, key, top))
@@ -205,7 +223,14 @@ def _kth_largest(
         above = tl.sum(counts)
         if SIZE > 1:
             aboves, smallest_above, largest_below, _, epoch = all_gather(
-                to, here, epoch, above, tl.min(smallest_above), tl.max(largest_below), 0, SIZE
+                row.to,
+                row.here,
+                epoch,
+                above,
+                tl.min(smallest_above),
+                tl.max(largest_below),
+                0,
+                SIZE,
             )
             above = tl.sum(tl.where(is_rank(SIZE), aboves, 0))
         if above >= k:
@@ -219,18 +244,18 @@ def _kth_largest(
 
 @triton.jit
 def _mass_above(
-    logits, chunks, count, temperature, vocab, border, excluded, largest, to, here, epoch,
+    row, count, border, excluded, largest, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of exp(logit - largest) over the tokens with border <= logit and
     excluded < logit, and the epoch."""
     mass = tl.zeros([GATHERED, CHUNK], tl.float32)
     for begin in range(0, count, GATHERED):
-        x, _ = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
+        x, _ = _load_chunks(row, begin, count, CHUNK, GATHERED)
         mass += tl.where((x >= border) & (x > excluded), tl.exp(x - largest), 0.0)
     mass = tl.sum(mass)
     if SIZE > 1:
-        mass, epoch = sum_of_ranks(to, here, epoch, mass, SIZE)
+        mass, epoch = sum_of_ranks(row.to, row.here, epoch, mass, SIZE)
     return mass, epoch
 
 
@@ -248,8 +273,7 @@ def _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE: tl.const
 
 @triton.jit
 def _best_above(
-    logits, chunks, count, temperature, vocab, first, seed, position, border, excluded, to, here,
-    epoch,
+    row, count, border, excluded, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns the token of the best score among those with border <= logit and excluded < logit
@@ -258,11 +282,10 @@ def _best_above(
     token = tl.full([GATHERED, CHUNK], 2147483647, tl.int32)
     value = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
     for begin in range(0, count, GATHERED):
-        x, columns = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
-        tokens = first + columns
-        score = tl.where(
-            (x >= border) & (x > excluded), x + _gumbel(seed, position, tokens), float("-inf")
-        )
+        x, columns = _load_chunks(row, begin, count, CHUNK, GATHERED)
+        tokens = row.first + columns
+        is_kept = (x >= border) & (x > excluded)
+        score = tl.where(is_kept, x + _gumbel(row.seed, row.position, tokens), float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
         token = tl.where(better, tokens, token)
@@ -273,7 +296,9 @@ def _best_above(
     winner = tl.min(tl.where(best == score, token, 2147483647))
     value = tl.max(tl.where(token == winner, value, float("-inf")))
     if SIZE > 1:
-        _, winner, value, epoch = _best_of_ranks(to, here, epoch, value, score, winner, value, SIZE)
+        _, winner, value, epoch = _best_of_ranks(
+            row.to, row.here, epoch, value, score, winner, value, SIZE
+        )
     return winner, value, epoch
 
 
@@ -285,10 +310,39 @@ def _scaled_logit(logits, column, temperature, vocab):
 
 
 @triton.jit
+def _list_chunks(chunks, chunk_maxima, border, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """Lists the chunks whose maxima [CHUNKS_PAD] are at least `border`, and returns their
+    number."""
+    c = tl.arange(0, CHUNKS_PAD)
+    matters = (chunk_maxima >= border) & (c < CHUNKS)
+    tl.store(chunks + tl.cumsum(matters.to(tl.int32)) - 1, c, matters)
+    count = tl.sum(matters.to(tl.int32))
+    tl.debug_barrier()  # the list is read by other threads than those that wrote it
+    return count
+
+
+@triton.jit
+def _best_of_nucleus(
+    row, count, token, value, border, largest, top_p, total, epoch,
+    CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Returns the token of the best score in the nucleus of top-p, and the epoch.
+
+    Of the tokens with border <= logit, `total` is the sum of exp(logit - largest), `token` has the
+    best score, and `value` is its logit.
+    """
+    # The largest logit alone has the mass 1: the mass above a token is 0 or at least 1.
+    nucleus_mass = tl.maximum(top_p * total, 1e-9)
+    mass, epoch = _mass_above(row, count, border, value, largest, epoch, CHUNK, GATHERED, SIZE)
+    while mass >= nucleus_mass:
+        token, value, epoch = _best_above(row, count, border, value, epoch, CHUNK, GATHERED, SIZE)
+        mass, epoch = _mass_above(row, count, border, value, largest, epoch, CHUNK, GATHERED, SIZE)
+    return token, epoch
+
+
+@triton.jit
 def _sample_filtered(
-    logits, chunks, maxima, sums, largest, token, value, temperature, seed, position, top_k, top_p,
-    min_p, vocab, first, vocab_size,
-    to, here, epoch,
+    row, maxima, sums, largest, token, value, top_k, top_p, min_p, vocab_size, epoch,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -309,71 +363,38 @@ def _sample_filtered(
         rank = tl.sum((chunk_maxima[None, :] > chunk_maxima[:, None]).to(tl.int32), axis=1)
         low = tl.min(tl.where(rank < top_k, chunk_maxima, float("inf")))
     if SIZE > 1 and filters_k:  # a bound of one rank's logits is one of all ranks' as well
-        low, epoch = max_of_ranks(to, here, epoch, low, SIZE)
-    matters = (chunk_maxima >= tl.maximum(low, border)) & (c < CHUNKS)
-    tl.store(chunks + tl.cumsum(matters.to(tl.int32)) - 1, c, matters)
-    count = tl.sum(matters.to(tl.int32))
-    tl.debug_barrier()  # the list is read by other threads than those that wrote it
+        low, epoch = max_of_ranks(row.to, row.here, epoch, low, SIZE)
+    count = _list_chunks(row.chunks, chunk_maxima, tl.maximum(low, border), CHUNKS, CHUNKS_PAD)
     if filters_k:
-        kth, epoch = _kth_largest(
-            logits, chunks, count, temperature, vocab, top_k, low, largest, to, here, epoch, CHUNK,
-            GATHERED, SIZE
-        )  # fmt: skip
+        kth, epoch = _kth_largest(row, count, top_k, low, largest, epoch, CHUNK, GATHERED, SIZE)
         border = tl.maximum(border, kth)
     if value < border:
         token, value, epoch = _best_above(
-            logits, chunks, count, temperature, vocab, first, seed, position, border, float("-inf"),
-            to, here, epoch, CHUNK, GATHERED, SIZE
-        )  # fmt: skip
+            row, count, border, float("-inf"), epoch, CHUNK, GATHERED, SIZE
+        )
     if top_p < 1.0:
         if border > float("-inf"):
             total, epoch = _mass_above(
-                logits, chunks, count, temperature, vocab, border, float("-inf"), largest, to, here,
-                epoch, CHUNK, GATHERED, SIZE
-            )  # fmt: skip
-        else:
-            total = tl.sum(
-                tl.where(
-                    c < CHUNKS,
-                    tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(chunk_maxima - largest),
-                    0.0,
-                )
+                row, count, border, float("-inf"), largest, epoch, CHUNK, GATHERED, SIZE
             )
+        else:
+            mass = tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(chunk_maxima - largest)
+            total = tl.sum(tl.where(c < CHUNKS, mass, 0.0))
             if SIZE > 1:
-                total, epoch = sum_of_ranks(to, here, epoch, total, SIZE)
-        # The largest logit alone has the mass 1: the mass above a token is 0 or at least 1.
-        nucleus_mass = tl.maximum(top_p * total, 1e-9)
-        mass, epoch = _mass_above(
-            logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch,
-            CHUNK, GATHERED, SIZE
-        )  # fmt: skip
-        while mass >= nucleus_mass:
-            token, value, epoch = _best_above(
-                logits, chunks, count, temperature, vocab, first, seed, position, border, value, to,
-                here, epoch, CHUNK, GATHERED, SIZE
-            )  # fmt: skip
-            mass, epoch = _mass_above(
-                logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch,
-                CHUNK, GATHERED, SIZE
-            )  # fmt: skip
+                total, epoch = sum_of_ranks(row.to, row.here, epoch, total, SIZE)
+        token, epoch = _best_of_nucleus(
+            row, count, token, value, border, largest, top_p, total, epoch, CHUNK, GATHERED, SIZE
+        )
     return token, epoch
 
 
 @triton.jit(
     do_not_specialize=["first", "rank"],
     do_not_specialize_on_alignment=[
-        "slot_ids",
-        "positions",
-        "best_scores",
-        "best_tokens",
-        "maxima",
-        "sums",
-        "chunks",
-        "out",
-        "addresses",
-        "epochs",
+        "slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out",
+        "addresses", "epochs",
     ],
-)
+)  # fmt: skip
 def _sample_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores,
     best_tokens, maxima, sums, chunks, out,
@@ -409,12 +430,13 @@ def _sample_kernel(
         if (temperature >= GREEDY_TEMPERATURE) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
             if SIZE == 1:
                 value = _scaled_logit(logits, token, temperature, vocab)
+            of_row = _Row(
+                logits, chunks + row * CHUNKS, vocab, first, temperature, tl.load(seeds + slot),
+                tl.load(positions + row), to, here,
+            )  # fmt: skip
             token, epoch = _sample_filtered(
-                logits, chunks + row * CHUNKS, maxima + row * CHUNKS, sums + row * CHUNKS, largest,
-                token,
-                value, temperature, tl.load(seeds + slot), tl.load(positions + row), top_k, top_p,
-                min_p, vocab, first, vocab_size,
-                to, here, epoch, CHUNK, CHUNKS, CHUNKS_PAD, GATHERED, SIZE,
+                of_row, maxima + row * CHUNKS, sums + row * CHUNKS, largest, token, value, top_k,
+                top_p, min_p, vocab_size, epoch, CHUNK, CHUNKS, CHUNKS_PAD, GATHERED, SIZE,
             )  # fmt: skip
     tl.store(out + row, token)
     if SIZE > 1:
