@@ -51,6 +51,16 @@ def _rotated(
     return rotated_heads(x, other, norm, angles, rotation.eps, SHAPE, ROTATION)
 
 
+@triton.jit
+def _scaled(x, scales, INVERSE: tl.constexpr, head, SHAPE: tl.constexpr):
+    """Returns heads x [N, SHAPE.pad] times their reciprocals, line INVERSE of the cache's `scales`,
+    if there are any."""
+    if scales is not None:
+        inverse = scales + INVERSE * SHAPE.kv_heads + head
+        x *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rotated_queries_kernel(
     q, q_out, q_stride, out_stride, positions, axis_stride, rotation, num_heads,
@@ -87,8 +97,7 @@ def _qk_norm_rope_cache_kernel(
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slot_mapping + token)
-    block = slot // SHAPE.block_size
-    offset = slot % SHAPE.block_size
+    block, offset = slot // SHAPE.block_size, slot % SHAPE.block_size
     is_q = group < q_groups
     is_v = group >= q_groups + kv_groups
     if is_q:
@@ -104,9 +113,7 @@ def _qk_norm_rope_cache_kernel(
         value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32)
         if rotation.value_eps is not None:
             value = normed_values(value, rotation.value_eps, SHAPE)
-        if cache.scales is not None:
-            inverse = cache.scales + 3 * SHAPE.kv_heads + head
-            value *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
+        value = _scaled(value, cache.scales, 3, head, SHAPE)
         place = cached_head(block, offset, head[:, None], cache.v_strides) + d[None, :]
         tl.store(cache.v + place, to_cache_dtype(value, cache.v), mask & (slot >= 0))
     else:
@@ -127,9 +134,7 @@ def _qk_norm_rope_cache_kernel(
             if cache.key_shifts is not None:
                 shifts = cache.key_shifts + head[:, None] * SHAPE.size + d[None, :]
                 x -= tl.load(shifts, mask, 0.0)
-            if cache.scales is not None:
-                inverse = cache.scales + 2 * SHAPE.kv_heads + head
-                x *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
+            x = _scaled(x, cache.scales, 2, head, SHAPE)
             place = cached_head(block, offset, head[:, None], cache.k_strides) + d[None, :]
             tl.store(cache.k + place, to_cache_dtype(x, cache.k), mask & (slot >= 0))
 
