@@ -66,19 +66,14 @@ def tile_of(head, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def decays_of(head, SHAPE: tl.constexpr):
-    """Returns which decays are those of a value head: one, or by channel [key_pad]."""
-    return head * SHAPE.key_size + tl.arange(0, SHAPE.key_pad) if SHAPE.by_channel else head
-
-
-@triton.jit
 def _load_decays(source, head, SHAPE: tl.constexpr):
-    """Returns the numbers of a value head's decays from those of all heads, in float32."""
-    places = source + decays_of(head, SHAPE)
+    """Returns the numbers of a value head's decays from those of all heads, in float32: one, or by
+    channel [key_pad]."""
     if SHAPE.by_channel:
-        loaded = tl.load(places, tl.arange(0, SHAPE.key_pad) < SHAPE.key_size, 0.0)
+        i = tl.arange(0, SHAPE.key_pad)
+        loaded = tl.load(source + head * SHAPE.key_size + i, i < SHAPE.key_size, 0.0)
     else:
-        loaded = tl.load(places)
+        loaded = tl.load(source + head)
     return loaded.to(tl.float32)
 
 
@@ -179,9 +174,10 @@ def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
 def is_last_of_key_head(tickets, row, head, SHAPE: tl.constexpr):
     """Returns whether this is the last program of a row's key head to come here.
 
-    These programs read the same windows of queries and keys: the last of them writes the next ones,
-    where the others have read what they need, and sets the ticket to 0. Nothing that another
-    program has written is read after this, so the order may be relaxed.
+    These programs read the same windows of queries and keys, and the same kept inputs in a
+    lookahead: the last of them writes the next ones, since the others have read what they need, and
+    sets the ticket to 0. Nothing that another program has written is read after this, so the order
+    may be relaxed.
     """
     tl.debug_barrier()
     is_last = True

@@ -31,7 +31,6 @@ from aioinfer.kernels.delta_decode import (
     advance_state,
     channels_of,
     check_decode,
-    decays_of,
     delta_decode_config,
     gated_output,
     is_last_of_key_head,
@@ -97,18 +96,18 @@ class _Tokens(NamedTuple):
 
 
 class _Targets(NamedTuple):
-    """Where states of one kind are written: `next` behind the first row, and `at_end` behind the
-    replayed token `end`, where a block ends; -1 if none does."""
+    """Where states of one kind are written: `after_row` is the state behind the first row, and
+    `after_end` the one behind the replayed token `end`, where a block ends; -1 if none does."""
 
-    next: tl.tensor
+    after_row: tl.tensor
     end: tl.tensor
-    at_end: tl.tensor
+    after_end: tl.tensor
 
 
 @triton.jit
 def _states_of(states, stride, table, start, first, last, BLOCK_SIZE: tl.constexpr):
     """Returns a pointer to a row's state of one kind before the slot's tokens, and the targets of
-    the next ones; `start`, `first` and `last` are from `rows_of_slot`."""
+    the next states; `start`, `first` and `last` are from `rows_of_slot`."""
     before = tl.load(table + tl.maximum(start - 1, 0) // BLOCK_SIZE).to(tl.int64)
     block = tl.load(table + last).to(tl.int64)
     end, end_block = end_of_block(table, start, first, block, BLOCK_SIZE)
@@ -120,9 +119,9 @@ def _states_of(states, stride, table, start, first, last, BLOCK_SIZE: tl.constex
 def _load_token(
     t, tokens, inputs, strides, conv, head, channels, SHAPE: tl.constexpr, SAVED: tl.constexpr
 ):
-    """Returns the inputs of a value head at token t of a slot: the query, the key and the values
-    after convolution and SiLU, the output gate's input, 0 of replayed tokens, and beta; and a
-    pointer to the token's `a`."""
+    """Returns the inputs of a value head at token t of a slot: query, key and values after
+    convolution and SiLU, the output gate's input (0 for replayed tokens), beta, and a pointer to
+    the token's `a`."""
     j = tl.arange(0, SHAPE.value_pad)
     is_key, is_value = tl.arange(0, SHAPE.key_pad) < SHAPE.key_size, j < SHAPE.value_size
     first, x = tokens.first, tokens.mixed
@@ -142,30 +141,30 @@ def _load_token(
 
 @triton.jit
 def _keep_tokens(
-    tokens, windows, inputs, strides, tickets, row, head, channels, SHAPE: tl.constexpr,
+    tokens, targets, inputs, strides, tickets, row, head, channels, SHAPE: tl.constexpr,
     SAVED: tl.constexpr,
 ):  # fmt: skip
-    """Keeps what the slot's next step reads of a value head: the windows of its channels, written
-    to their targets, and the inputs of the rows after the first; of queries and keys by the last
-    program of a key head."""
+    """Keeps what the slot's next step reads of a value head: stores the windows of its channels at
+    their targets, and the inputs of the rows after the first. The last program of a key head does
+    so for queries and keys."""
     writes_keys = is_last_of_key_head(tickets, row, head, SHAPE)
     is_key = tl.arange(0, SHAPE.key_pad) < SHAPE.key_size
     is_value = tl.arange(0, SHAPE.value_pad) < SHAPE.value_size
     query, key, values = channels
     first, x, saved = tokens.first, tokens.mixed, tokens.saved
-    next, end, at_end = windows
+    after_row, end, after_end = targets
     mixed = inputs.mixed + tokens.row * strides.mixed + strides.mixed
-    keep_windows(first, end, *x, next, at_end, values, is_value, SHAPE.width, SAVED.mixed)
+    keep_windows(first, end, *x, after_row, after_end, values, is_value, SHAPE.width, SAVED.mixed)
     count = tokens.count - 1
     keep_inputs(saved.mixed, SAVED.mixed, mixed, strides.mixed, count, values, is_value)
     ahead = tokens.row + 1
     b, a = inputs.b + ahead * strides.b, inputs.a + ahead * strides.a
     keep_inputs(saved.b, SAVED.b, b, strides.b, count, head, True)
-    is_decay = is_key if SHAPE.by_channel else True
-    keep_inputs(saved.a, SAVED.a, a, strides.a, count, decays_of(head, SHAPE), is_decay)
+    d = head * SHAPE.key_size + tl.arange(0, SHAPE.key_pad) if SHAPE.by_channel else head
+    keep_inputs(saved.a, SAVED.a, a, strides.a, count, d, is_key if SHAPE.by_channel else True)
     if writes_keys:
-        keep_windows(first, end, *x, next, at_end, query, is_key, SHAPE.width, SAVED.mixed)
-        keep_windows(first, end, *x, next, at_end, key, is_key, SHAPE.width, SAVED.mixed)
+        keep_windows(first, end, *x, after_row, after_end, query, is_key, SHAPE.width, SAVED.mixed)
+        keep_windows(first, end, *x, after_row, after_end, key, is_key, SHAPE.width, SAVED.mixed)
         keep_inputs(saved.mixed, SAVED.mixed, mixed, strides.mixed, count, query, is_key)
         keep_inputs(saved.mixed, SAVED.mixed, mixed, strides.mixed, count, key, is_key)
         if SHAPE.group > 1:
@@ -198,10 +197,10 @@ def _delta_lookahead_kernel(
     )
     window_table = window_tables + row.to(tl.int64) * window_table_stride
     matrix_table = matrix_tables + row.to(tl.int64) * matrix_table_stride
-    window, next_windows = _states_of(
+    window, window_targets = _states_of(
         windows, window_stride, window_table, start, first, last, SHAPE.block_size
     )
-    matrix, next_matrices = _states_of(
+    matrix, targets = _states_of(
         matrices, matrix_stride, matrix_table, start, first, last, SHAPE.block_size
     )
 
@@ -227,14 +226,16 @@ def _delta_lookahead_kernel(
         # rounded after each token, whatever the number of tokens in the step
         stored = state.to(matrices.dtype.element_ty)
         state = stored.to(tl.float32)
-        if (t == first) | (t == next_matrices.end):
-            target = tl.where(t == first, next_matrices.next, next_matrices.at_end) + end_offset
+        if (t == first) | (t == targets.end):
+            target = tl.where(t == first, targets.after_row, targets.after_end) + end_offset
             tl.store(target + (i[:, None] * SHAPE.value_size + j[None, :]), stored, is_state)
         o = gated_output(o, gate, norm_weight, weights.norm_eps, SHAPE)
         out_places = out + (token + t - first) * out_stride + head * SHAPE.value_size + j
         own = (j < SHAPE.value_size) & (t >= first)
         tl.store(out_places, o.to(out.dtype.element_ty), own)
-    _keep_tokens(tokens, next_windows, inputs, strides, tickets, row, head, channels, SHAPE, SAVED)
+    _keep_tokens(
+        tokens, window_targets, inputs, strides, tickets, row, head, channels, SHAPE, SAVED
+    )
 
 
 def delta_lookahead(
