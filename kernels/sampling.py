@@ -222,15 +222,9 @@ def _kth_largest(
             largest_below = tl.maximum(largest_below, tl.where(key < middle, key, bottom))
         above = tl.sum(counts)
         if SIZE > 1:
+            smallest, largest = tl.min(smallest_above), tl.max(largest_below)
             aboves, smallest_above, largest_below, _, epoch = all_gather(
-                row.to,
-                row.here,
-                epoch,
-                above,
-                tl.min(smallest_above),
-                tl.max(largest_below),
-                0,
-                SIZE,
+                row.to, row.here, epoch, above, smallest, largest, 0, SIZE
             )
             above = tl.sum(tl.where(is_rank(SIZE), aboves, 0))
         if above >= k:
