@@ -54,8 +54,8 @@ from aioinfer.kernels.decode_plan import (
     tile_range,
     tiles_behind,
 )
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.projection import Projection
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class DecodeTiles(NamedTuple):
@@ -122,6 +122,21 @@ def _write_part(m, l, acc, parts, entry, g, SHAPE: tl.constexpr, LINES: tl.const
 
 
 @triton.jit
+def _write_output(
+    m, l, acc, out, out_stride, row, head, is_head, v_scale, sinks, SHAPE: tl.constexpr
+):  # fmt: skip
+    """Writes the outputs of lines of queries whose softmax has seen all keys: of rows and query
+    heads [N], counted from `out` and from `sinks`, which join the sums."""
+    d = tl.arange(0, SHAPE.pad)
+    if sinks is not None:
+        l = add_sinks(m, l, sinks, head, is_head)
+    places = out + (row * out_stride + head * SHAPE.size)[:, None] + d[None, :]
+    value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
+    mask = is_head[:, None] & (d < SHAPE.size)[None, :]
+    tl.store(places, value.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
 def _merge(
     parts, out, out_stride, joined, first, begin, stride, count, head, is_output, v_scale, sinks,
     SHAPE: tl.constexpr, JOINED: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
@@ -146,14 +161,9 @@ def _merge(
     acc = tl.sum(part * weight[:, :, None], axis=0)
     if is_output:
         row, group_head, is_head = _row_and_head(g, joined, SHAPE, JOINED)
-        if sinks is not None:
-            l = add_sinks(m, l, sinks, group_head, is_head)
-        value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
-        tl.store(
-            out + (row * out_stride + group_head * SHAPE.size)[:, None] + d[None, :],
-            value.to(out.dtype.element_ty),
-            is_head[:, None] & (d < SHAPE.size)[None, :],
-        )
+        _write_output(
+            m, l, acc, out, out_stride, row, group_head, is_head, v_scale, sinks, SHAPE
+        )  # fmt: skip
     else:
         _write_part(m, l, acc, parts, _part_entry(first, begin, LINES), g, SHAPE, LINES)
 
@@ -213,8 +223,8 @@ def _repeated(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _begin_row(
-    line, table, row, place, head, is_last, positions, axis_stride, rotation, q_norm, k_norm,
-    m, l, acc, scale, soft_cap, cache, SHAPE: tl.constexpr, ROTATION: tl.constexpr,
+    line, table, row, place, head, is_last, positions, axis_stride, rotation, norms, m, l, acc,
+    scale, soft_cap, cache, SHAPE: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Returns the queries of a row whose newest token's projection begins at `line`, and the state
     of the softmax.
@@ -245,11 +255,11 @@ def _begin_row(
         else rotary_angles(rotation, positions, axis_stride, row, place, d, ROTATION)
     )
     block = tl.load(table + place // SHAPE.block_size).to(tl.int64)
-    query = rotated_heads(q_x, q_other, q_norm, angles, rotation.eps, SHAPE, ROTATION).to(
+    query = rotated_heads(q_x, q_other, norms[0], angles, rotation.eps, SHAPE, ROTATION).to(
         line.dtype.element_ty
     )
     if is_last:
-        key = rotated_heads(k_x, k_other, k_norm, angles, rotation.eps, SHAPE, ROTATION)
+        key = rotated_heads(k_x, k_other, norms[1], angles, rotation.eps, SHAPE, ROTATION)
         if cache.key_shifts is not None:
             key -= shift
         if rotation.value_eps is not None:
@@ -271,16 +281,39 @@ def _begin_row(
 
 
 @triton.jit
+def _halved(strides):
+    """Returns the strides of words of two channels."""
+    return strides[0] // 2, strides[1] // 2, strides[2] // 2
+
+
+@triton.jit
+def _tile_source(cache, TILES: tl.constexpr):
+    """Returns the keys and values of the cache and their strides; with TILES.paired the elements
+    are words of two channels."""
+    source = (cache.k, cache.v, cache.k_strides, cache.v_strides)
+    if TILES.paired:
+        source = (
+            cache.k.to(tl.pointer_type(tl.int16), bitcast=True),
+            cache.v.to(tl.pointer_type(tl.int16), bitcast=True),
+            _halved(cache.k_strides),
+            _halved(cache.v_strides),
+        )
+    return source
+
+
+@triton.jit
 def _attend(
-    query, m, l, acc, source, table, head, begin, end, cached, seq_len, behind, scale, soft_cap,
-    slopes, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    query, m, l, acc, cache, table, head, lines, begin, end, cached, seq_len, joined, scale,
+    scores, SHAPE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
-    added. Only keys among the first `cached` of `seq_len` count; of rows that are computed together
-    these are the last one's, and `behind` says how many keys each line has less. `source` are keys
-    and values of the cache with their strides; with TILES.paired their elements are words of two
-    channels."""
-    keys, values, k_strides, v_strides = source
+    added. Only keys among the first `cached` of `seq_len` count; of `joined` rows that are computed
+    together these are the last one's. `lines` are the row, of these, and the query head of each
+    line of a tile of queries, and whether there is such a one."""
+    keys, values, k_strides, v_strides = _tile_source(cache, TILES)
+    member, heads, is_head = lines
+    behind = joined - 1 - member  # how many keys each line has less
+    slopes = None if scores.slopes is None else load_slopes(scores.slopes, heads, is_head)
     width: tl.constexpr = 2 if TILES.paired else 1  # channels of an element of a tile
     TILE: tl.constexpr = TILES.tile
     if TILES.paired:
@@ -303,11 +336,11 @@ def _attend(
         if TILES.paired:
             m, l, even, odd = paired_softmax_step(
                 q_even, q_odd, key, value, visible, distance, m, l, even, odd, scale,
-                soft_cap, slopes, TILES.by_assembly,
+                scores.soft_cap, slopes, TILES.by_assembly,
             )  # fmt: skip
         else:
             m, l, acc = softmax_step(
-                query, key, value, visible, distance, m, l, acc, scale, soft_cap, slopes
+                query, key, value, visible, distance, m, l, acc, scale, scores.soft_cap, slopes
             )
     if TILES.paired:
         acc = joined_channels(even, odd)
@@ -315,9 +348,65 @@ def _attend(
 
 
 @triton.jit
-def _halved(strides):
-    """Returns the strides of words of two channels."""
-    return strides[0] // 2, strides[1] // 2, strides[2] // 2
+def _norm_weights(rotation, SHAPE: tl.constexpr, ROTATION: tl.constexpr):
+    """Returns the weights of the norms of queries and of keys, each also by pairs of channels."""
+    d = _channels(SHAPE.group_pad, SHAPE.pad)
+    pair = pairs(d, ROTATION.size)
+    q_norm = load_with_pairs(rotation.q_weight, d, pair, d < SHAPE.size)
+    k_norm = load_with_pairs(rotation.k_weight, d, pair, d < SHAPE.size)
+    return q_norm, k_norm
+
+
+@triton.jit
+def _queries_and_state(
+    queries, table, row, head, lines, cached, is_last, scale, soft_cap, cache,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Returns the queries [TILES.rows, SHAPE.pad] of the (row, query head) pairs `lines`, and the
+    state of the softmax before the keys of the cache: empty, or that of `_begin_row`, which has
+    the newest key."""
+    ROWS: tl.constexpr = TILES.rows
+    TILE: tl.constexpr = TILES.tile
+    PAD: tl.constexpr = SHAPE.pad
+    q, q_stride, positions, axis_stride, rotation, norms = queries
+    line = q + row.to(tl.int64) * q_stride
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS, TILE], tl.float32)
+    acc = tl.zeros([ROWS, PAD], tl.float32)
+    if ROTATION is not None:
+        query, m, l, acc = _begin_row(
+            line, table, row, cached, head, is_last, positions, axis_stride, rotation, norms, m, l,
+            acc, scale, soft_cap, cache, SHAPE, ROTATION,
+        )  # fmt: skip
+    else:
+        member, heads, is_head = lines
+        d = tl.arange(0, PAD)
+        places = (member * q_stride + heads * SHAPE.size)[:, None] + d[None, :]
+        query = tl.load(line + places, is_head[:, None] & (d < SHAPE.size)[None, :], 0.0)
+    if TILES.fp16_operands:
+        query = query.to(tl.float16)
+    return query, m, l, acc
+
+
+@triton.jit
+def _write_result(
+    m, l, acc, parts, out, out_stride, row, head, lines, joined, program, tile, end, tiles, at,
+    span, v_scale, sinks, SHAPE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Writes the result of tiles `tile` .. `end` - 1 of a (row, head): the output, where these are
+    all its tiles, or a part (see `store_part`)."""
+    target = out + row.to(tl.int64) * out_stride
+    if end - tile == tiles:
+        member, heads, is_head = lines
+        _write_output(
+            m, l, acc, target, out_stride, member, heads, is_head, v_scale, sinks, SHAPE
+        )  # fmt: skip
+    else:
+        own_sinks = None if sinks is None else sinks + head * SHAPE.group
+        store_part(
+            m, l, acc, parts, target + head * SHAPE.group * SHAPE.size, out_stride, joined,
+            program, tile, tiles, at, span, v_scale, own_sinks, SHAPE, TILES.joined, TILES.splits,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "block_tables", "seq_lens"])
@@ -331,92 +420,48 @@ def _decode_kernel(
     row, head, tile, todo, span, seq_len = load_plan(plan + program * FIELDS)
     if prefix is not None:
         shared = tl.load(prefix.rows + 8 + row, todo > 0, 0)
-    at = program * span
-    ROWS: tl.constexpr = TILES.rows
-    TILE: tl.constexpr = TILES.tile
-    PAD: tl.constexpr = SHAPE.pad
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, PAD)
-    joined = 1
+    g = tl.arange(0, TILES.rows)
+    at, joined = program * span, 1
     if TILES.joined > 1:
         joined = tl.load(joined_rows + row, todo > 0, 1)
-    source = (cache.k, cache.v, cache.k_strides, cache.v_strides)
-    if TILES.paired:
-        source = (
-            cache.k.to(tl.pointer_type(tl.int16), bitcast=True),
-            cache.v.to(tl.pointer_type(tl.int16), bitcast=True),
-            _halved(cache.k_strides),
-            _halved(cache.v_strides),
-        )
-    q_norm, k_norm = None, None
+    norms = None, None
     if ROTATION is not None:  # noqa: SIM102  (without it, there is no rotation)
         if rotation.q_weight is not None:
-            wide = _channels(SHAPE.group_pad, SHAPE.pad)
-            pair = pairs(wide, ROTATION.size)
-            q_norm = load_with_pairs(rotation.q_weight, wide, pair, wide < SHAPE.size)
-            k_norm = load_with_pairs(rotation.k_weight, wide, pair, wide < SHAPE.size)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+            norms = _norm_weights(rotation, SHAPE, ROTATION)
+    queries = (q, q_stride, positions, axis_stride, rotation, norms)
+    wait_for_kernel(PDL)
     while todo > 0:
-        first, tiles = tile_range(seq_len, TILES.window, TILE, joined)
-        member, group_head, is_head = _row_and_head(g, joined, SHAPE, TILES.joined)
-        own = is_head[:, None] & (d < SHAPE.size)[None, :]
+        first, tiles = tile_range(seq_len, TILES.window, TILES.tile, joined)
         if prefix is not None:
-            first, tiles = shared // TILE, tiles_behind(tiles, shared, TILE)
+            first, tiles = shared // TILES.tile, tiles_behind(tiles, shared, TILES.tile)
         end = tl.minimum(tiles, tile + todo)
-        heads = head * SHAPE.group + group_head
-        line = q + row.to(tl.int64) * q_stride
+        member, group_head, is_head = _row_and_head(g, joined, SHAPE, TILES.joined)
+        lines = (member, head * SHAPE.group + group_head, is_head)
         table = block_tables + (row + joined - 1).to(tl.int64) * table_stride
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS, TILE], tl.float32)
-        acc = tl.zeros([ROWS, PAD], tl.float32)
-        cached = seq_len
         # the keys' scale goes into the scores, the values' into the output: nothing for an element
-        score_scale, v_scale = scores.scale, 1.0
+        scale, v_scale = scores.scale, 1.0
         if cache.scales is not None:
-            score_scale = scores.scale * tl.load(cache.scales + head)
+            scale = scores.scale * tl.load(cache.scales + head)
             v_scale = tl.load(cache.scales + SHAPE.kv_heads + head)
-        if ROTATION is not None:
-            cached = tl.maximum(seq_len - 1, 0)
-            query, m, l, acc = _begin_row(
-                line, table, row, cached, head, (end == tiles) & (seq_len > 0), positions,
-                axis_stride, rotation, q_norm, k_norm, m, l, acc, score_scale, scores.soft_cap,
-                cache, SHAPE, ROTATION,
-            )  # fmt: skip
-        else:
-            places = (member * q_stride + heads * SHAPE.size)[:, None] + d[None, :]
-            query = tl.load(line + places, own, 0.0)
-        if TILES.fp16_operands:
-            query = query.to(tl.float16)
+        cached = seq_len if ROTATION is None else tl.maximum(seq_len - 1, 0)
+        query, m, l, acc = _queries_and_state(
+            queries, table, row, head, lines, cached, (end == tiles) & (seq_len > 0), scale,
+            scores.soft_cap, cache, SHAPE, ROTATION, TILES,
+        )  # fmt: skip
         if prefix is not None:  # noqa: SIM102  (`shared` exists with it only)
             if (tile == 0) & (shared > 0):
                 m, l, acc = add_prefix(m, l, acc, prefix, row, head, SHAPE, PREFIX)
-        slopes = None if scores.slopes is None else load_slopes(scores.slopes, heads, is_head)
         m, l, acc = _attend(
-            query, m, l, acc, source, table, head, first + tile, first + end, cached, seq_len,
-            joined - 1 - member, score_scale, scores.soft_cap, slopes, SHAPE, TILES,
+            query, m, l, acc, cache, table, head, lines, first + tile, first + end, cached,
+            seq_len, joined, scale, scores, SHAPE, TILES,
         )  # fmt: skip
-        l = tl.sum(l, axis=1)
-        target = out + row.to(tl.int64) * out_stride
-        if end - tile == tiles:
-            if scores.sinks is not None:
-                l = add_sinks(m, l, scores.sinks, heads, is_head)
-            tl.store(
-                target + (member * out_stride + heads * SHAPE.size)[:, None] + d[None, :],
-                (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty),
-                own,
-            )
-        else:
-            sinks = None if scores.sinks is None else scores.sinks + head * SHAPE.group
-            store_part(
-                m, l, acc, parts, target + head * SHAPE.group * SHAPE.size, out_stride, joined,
-                program, tile, tiles, at, span, v_scale, sinks, SHAPE, TILES.joined, TILES.splits,
-            )  # fmt: skip
+        _write_result(
+            m, tl.sum(l, axis=1), acc, parts, out, out_stride, row, head, lines, joined, program,
+            tile, end, tiles, at, span, v_scale, scores.sinks, SHAPE, TILES,
+        )  # fmt: skip
         todo -= end - tile
         at += end - tile
-        tile = 0
-        head += 1
+        tile, head = 0, head + 1
         if head == SHAPE.kv_heads:
             head = 0
             row += joined
