@@ -181,6 +181,76 @@ class CascadeWorkspace:
         return int(self.rows[0])
 
 
+@triton.jit
+def _count_rows(values, buffer, rows, num_rows, AT_LEAST: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns how many rows have the value of each row, or with AT_LEAST as much at least; the
+    values [ROWS_PAD] pass through `buffer`."""
+    tl.store(buffer + rows, values, rows < num_rows)
+    tl.debug_barrier()
+    count = rows * 0
+    for begin in range(0, num_rows, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        theirs = tl.load(buffer + other, other < num_rows, -1, volatile=True)[None, :]
+        is_like = theirs >= values[:, None] if AT_LEAST else values[:, None] == theirs
+        count += tl.sum(is_like.to(tl.int32), axis=1)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _model_row(
+    tables, limits, buffer, rows, num_rows, MIN_ROWS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Returns the row whose beginning the most others seem to share, and the reads of blocks that
+    this saves: by its blocks at the indices 0, 1, 3, 7 ..., as far as `limits` [ROWS_PAD]."""
+    gain = rows * 0
+    depth = num_rows * 0 + 1
+    while depth <= tl.max(limits):
+        block = tl.load(tables + depth - 1, limits >= depth, -1)
+        alike = _count_rows(block, buffer, rows, num_rows, False, CHUNK)
+        pays = (limits >= depth) & (alike >= MIN_ROWS)
+        gain = tl.maximum(gain, tl.where(pays, (alike - 1) * depth, 0))
+        depth *= 2
+    return tl.argmax(gain, axis=0), tl.max(gain)
+
+
+@triton.jit
+def _common_blocks(tables, model_table, longest, limits, agrees, CHUNK: tl.constexpr):
+    """Returns how many blocks at the beginning of each row are the same as in `model_table`, which
+    has `longest`: [ROWS_PAD], `limits` at most, 0 where `agrees` is false."""
+    common = tl.where(agrees, tl.minimum(limits, longest), 0)
+    begin = longest * 0
+    while begin < tl.max(common):
+        index = begin + tl.arange(0, CHUNK)
+        theirs = tl.load(model_table + index, index < longest, -1)
+        mine = tl.load(
+            tables[:, None] + index[None, :],
+            agrees[:, None] & (index[None, :] < common[:, None]),
+            -1,
+        )
+        differs = tl.where(mine != theirs[None, :], index[None, :], 2**30)
+        common = tl.minimum(common, tl.min(differs, axis=1))
+        begin += CHUNK
+    return common
+
+
+@triton.jit
+def _best_length(
+    common, buffer, rows, num_rows, MIN_ROWS: tl.constexpr, MIN_SAVED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Returns the length that saves most reads, of the rows' lengths `common` [ROWS_PAD]; 0 where
+    too few rows have it, or too little is saved."""
+    sharing = _count_rows(common, buffer, rows, num_rows, True, CHUNK)
+    saved = tl.where(common > 0, (sharing - 1) * common, 0)
+    best = tl.argmax(saved, axis=0)
+    shared = tl.sum(tl.where(rows == best, common, 0))
+    count = tl.sum(tl.where(rows == best, sharing, 0))
+    if (count < MIN_ROWS) | (tl.max(saved) < MIN_SAVED):
+        shared = shared * 0
+    return shared
+
+
 @triton.jit(
     do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["block_tables", "seq_lens"]
 )
@@ -198,58 +268,17 @@ def _find_kernel(
     tables = block_tables + rows.to(tl.int64) * table_stride
     shared_lens, places = out + 8, out + 8 + MAX_ROWS
     members = places + MAX_ROWS
-    # how many rows have the same block at the indices 0, 1, 3, 7 ...: the reads that such a prefix
-    # saves
-    gain = rows * 0
-    depth = num_rows * 0 + 1
-    while depth <= tl.max(limits):
-        block = tl.load(tables + depth - 1, limits >= depth, -1)
-        tl.store(places + rows, block, rows < num_rows)
-        tl.debug_barrier()
-        alike = rows * 0
-        for begin in range(0, num_rows, CHUNK):
-            other = begin + tl.arange(0, CHUNK)
-            theirs = tl.load(places + other, other < num_rows, -1, volatile=True)
-            alike += tl.sum((block[:, None] == theirs[None, :]).to(tl.int32), axis=1)
-        pays = (limits >= depth) & (alike >= MIN_ROWS)
-        gain = tl.maximum(gain, tl.where(pays, (alike - 1) * depth, 0))
-        tl.debug_barrier()
-        depth *= 2
-    model = tl.argmax(gain, axis=0)
+    model, gain = _model_row(tables, limits, places, rows, num_rows, MIN_ROWS, CHUNK)
     longest = tl.sum(tl.where(rows == model, limits, 0))
-    agrees = (limits > 0) & (tl.max(gain) > 0)
-    common = tl.where(agrees, tl.minimum(limits, longest), 0)
-    begin = longest * 0
-    while begin < tl.max(common):
-        index = begin + tl.arange(0, CHUNK)
-        theirs = tl.load(block_tables + model * table_stride + index, index < longest, -1)
-        mine = tl.load(
-            tables[:, None] + index[None, :],
-            agrees[:, None] & (index[None, :] < common[:, None]),
-            -1,
-        )
-        differs = tl.where(mine != theirs[None, :], index[None, :], 2**30)
-        common = tl.minimum(common, tl.min(differs, axis=1))
-        begin += CHUNK
+    common = _common_blocks(
+        tables, block_tables + model * table_stride, longest, limits, (limits > 0) & (gain > 0),
+        CHUNK,
+    )  # fmt: skip
     common = common * BLOCK_SIZE // STEP * STEP
-    # the length that saves most reads, of those that the rows give
-    tl.store(shared_lens + rows, common, rows < num_rows)
-    tl.debug_barrier()
-    sharing = rows * 0
-    for begin in range(0, num_rows, CHUNK):
-        other = begin + tl.arange(0, CHUNK)
-        length = tl.load(shared_lens + other, other < num_rows, 0, volatile=True)
-        sharing += tl.sum((length[None, :] >= common[:, None]).to(tl.int32), axis=1)
-    saved = tl.where(common > 0, (sharing - 1) * common, 0)
-    best = tl.argmax(saved, axis=0)
-    shared = tl.sum(tl.where(rows == best, common, 0))
-    count = tl.sum(tl.where(rows == best, sharing, 0))
-    if (count < MIN_ROWS) | (tl.max(saved) < MIN_SAVED):
-        shared = shared * 0
+    shared = _best_length(common, shared_lens, rows, num_rows, MIN_ROWS, MIN_SAVED, CHUNK)
     is_member = (common >= shared) & (common > 0) & (shared > 0)
     count = tl.sum(is_member.to(tl.int32))
     place = tl.cumsum(is_member.to(tl.int32)) - 1
-    tl.debug_barrier()
     tl.store(shared_lens + rows, tl.where(is_member, shared, 0), rows < num_rows)
     tl.store(places + rows, place, rows < num_rows)
     tl.store(members + place, rows, is_member)
