@@ -15,14 +15,14 @@ from aioinfer.kernels.expert_arguments import ExpertArguments, first_expert
 from aioinfer.kernels.expert_configs import VectorConfig
 from aioinfer.kernels.expert_tiles import activate, squared_relu
 from aioinfer.kernels.expert_weights import values_and_scales
-from aioinfer.kernels.few_rows_dense import RUN_OF_INPUTS, row_sums
+from aioinfer.kernels.few_rows_dense import row_sums, scale_rows
 from aioinfer.kernels.launch import wait_for_kernel
 
 
 @triton.jit(do_not_specialize=["first_expert"])
 def _vector_kernel(
     x, weight, w_scales, bias, factors, experts, norm, norm_factors, out, first_expert,
-    RUN_OF_INPUTS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Computes a product for one token: a program computes S.lines features of one of its experts,
     with weights as they are, or in one byte. `first_expert` and S.partial as in `expert_matrix`.
@@ -30,18 +30,14 @@ def _vector_kernel(
     INPUTS: tl.constexpr = S.inputs
     LINES: tl.constexpr = S.lines
     STEP: tl.constexpr = S.step
-    RUN: tl.constexpr = S.run
-    GROUPED: tl.constexpr = S.grouped
-    GROUP: tl.constexpr = S.group
-    ROWS_PER_SCALE: tl.constexpr = S.rows_per_scale
     HAS_GATE: tl.constexpr = S.gated and S.has_gate
     WIDTH: tl.constexpr = S.features // 2 if HAS_GATE else S.features
-    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
-    SCALE_ROWS: tl.constexpr = (S.features + ROWS_PER_SCALE - 1) // ROWS_PER_SCALE
+    GROUPS: tl.constexpr = (INPUTS + S.group - 1) // S.group if S.grouped else 1
+    SCALE_ROWS: tl.constexpr = (S.features + S.rows_per_scale - 1) // S.rows_per_scale
     pair = tl.program_id(1)
     n = tl.program_id(0) * LINES + tl.arange(0, LINES)
     k = tl.arange(0, STEP)
-    line = n + n // RUN * RUN if HAS_GATE else n
+    line = n + n // S.run * S.run if HAS_GATE else n
     is_line = n < WIDTH
     wait_for_kernel(PDL)
     expert = tl.load(experts + pair)
@@ -63,19 +59,13 @@ def _vector_kernel(
         value = value[None, :]
         w = tl.load(place + begin, mask, 0.0)
         if HAS_GATE:
-            up = tl.load(place + RUN * INPUTS + begin, mask, 0.0)
-            up_total += row_sums(
-                up.to(tl.float32) * value, scales, line + RUN, begin, is_line, GROUPS, LINES,
-                STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
-            )  # fmt: skip
-        total += row_sums(
-            w.to(tl.float32) * value, scales, line, begin, is_line, GROUPS, LINES, STEP,
-            GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
-        )  # fmt: skip
-    if S.format == 1 and not GROUPED:
-        total *= tl.load(scales + line // ROWS_PER_SCALE, is_line, 0.0)
-        if HAS_GATE:
-            up_total *= tl.load(scales + (line + RUN) // ROWS_PER_SCALE, is_line, 0.0)
+            up = tl.load(place + S.run * INPUTS + begin, mask, 0.0)
+            products = up.to(tl.float32) * value
+            up_total += row_sums(products, scales, line + S.run, begin, is_line, GROUPS, S)
+        products = w.to(tl.float32) * value
+        total += row_sums(products, scales, line, begin, is_line, GROUPS, S)
+    if S.format == 1 and not S.grouped:
+        total, up_total = scale_rows(total, up_total, scales, line, is_line, HAS_GATE, S)
     if HAS_NORM:
         factor = tl.load(norm_factors)
         total *= factor
@@ -84,14 +74,12 @@ def _vector_kernel(
         bias += expert * S.features + line
         total += tl.load(bias, is_line, 0.0).to(tl.float32)
         if HAS_GATE:
-            up_total += tl.load(bias + RUN, is_line, 0.0).to(tl.float32)
+            up_total += tl.load(bias + S.run, is_line, 0.0).to(tl.float32)
     if HAS_GATE:
         total = activate(total, up_total, S)
-    elif S.gated and S.is_linear:
-        pass
-    elif S.gated:
+    elif S.gated and not S.is_linear:
         total = squared_relu(total)
-    else:
+    elif not S.gated:
         total *= tl.load(factors + pair)
     tl.store(out + pair * WIDTH + n, total.to(out.dtype.element_ty), is_line)
 
@@ -105,7 +93,7 @@ def launch_vector(
     _vector_kernel[(triton.cdiv(out.shape[1], config.features), routed.experts.shape[1])](
         x, values, scales, values if given.bias is None else given.bias, routed.weights,
         routed.experts, *((x, x) if norm is None else (norm, routed.norm_factors)), out,
-        first_expert(routed), RUN_OF_INPUTS=RUN_OF_INPUTS, HAS_NORM=norm is not None,
+        first_expert(routed), HAS_NORM=norm is not None,
         PDL=given.pdl, S=given.spec(config.features, config.step), num_warps=config.num_warps,
         launch_pdl=given.pdl,
     )  # fmt: skip

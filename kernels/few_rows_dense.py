@@ -10,11 +10,12 @@ after it, and for one row the RMSNorm of the input before it (by scaling the sum
 gated weight are interleaved by `gated_product.interleave`. With programmatic dependent launch a
 program loads its first weights before it waits for the preceding kernel.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,7 +42,7 @@ MAX_ROWS = 16
 #: with more it would only take bandwidth from this one.
 EARLY_TRIGGER_BYTES = 16 * 2**20
 #: Inputs of a thread's 16 bytes, in one byte each: their sum is scaled at once.
-RUN_OF_INPUTS = 16
+RUN_OF_INPUTS = tl.constexpr(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,29 @@ class FewRowsConfig:
     step: int
     num_warps: int
     num_stages: int = 1
+
+
+class FewRowsSpec(NamedTuple):
+    """What the kernels are compiled for.
+
+    Attributes:
+        inputs, lines, step: inputs; output features of a program; inputs of a step.
+        gated, has_residual: the operations after the product.
+        scaled, grouped: whether the weight has scales, and whether these are of blocks.
+        rows_per_scale, group: rows of the weight and inputs that share a scale of blocks.
+        run: rows of a run of the gate.
+    """
+
+    inputs: int
+    lines: int
+    step: int
+    gated: bool
+    has_residual: bool
+    scaled: bool = False
+    grouped: bool = False
+    rows_per_scale: int = 1
+    group: int = GROUP
+    run: int = GATE_RUN
 
 
 def few_rows_dense_config(
@@ -107,23 +131,40 @@ def other_configs(
 
 
 @triton.jit
-def row_sums(
-    products, scales, lines, begin, inside, groups,
-    FEATURES: tl.constexpr, STEP: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr,
-    RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Returns the sums [FEATURES] of `products` [FEATURES, STEP]; with scales of blocks, the scaled
-    sums."""
-    if GROUPED:
-        runs: tl.constexpr = STEP // RUN_OF_INPUTS
-        group = (begin + RUN_OF_INPUTS * tl.arange(0, runs)) // GROUP
-        place = scales + (lines // ROWS_PER_SCALE * groups)[:, None] + group[None, :]
+def _load_rows(place, ahead, begin, mask, GATED: tl.constexpr):
+    """Returns the rows of a matrix at `place`, from column `begin` on, and with a gate those of its
+    second half, `ahead` elements further, else the same ones."""
+    rows = tl.load(place + begin, mask, 0.0)
+    up_rows = rows
+    if GATED:
+        up_rows = tl.load(place + ahead + begin, mask, 0.0)
+    return rows, up_rows
+
+
+@triton.jit
+def row_sums(products, scales, lines, begin, inside, groups, S: tl.constexpr):
+    """Returns the sums [S.lines] of `products` [S.lines, S.step]; with scales of blocks, the scaled
+    sums. S is a `FewRowsSpec` or an `ExpertSpec`."""
+    if S.grouped:
+        runs: tl.constexpr = S.step // RUN_OF_INPUTS
+        group = (begin + RUN_OF_INPUTS * tl.arange(0, runs)) // S.group
+        place = scales + (lines // S.rows_per_scale * groups)[:, None] + group[None, :]
         scale = tl.load(place, inside[:, None] & (group < groups)[None, :], 0.0)
-        parts = tl.sum(tl.reshape(products, [FEATURES, runs, RUN_OF_INPUTS]), axis=2)
+        parts = tl.sum(tl.reshape(products, [S.lines, runs, RUN_OF_INPUTS]), axis=2)
         sums = tl.sum(parts * scale, axis=1)
     else:
         sums = tl.sum(products, axis=1)
     return sums
+
+
+@triton.jit
+def scale_rows(total, up_total, scales, lines, inside, GATED: tl.constexpr, S: tl.constexpr):
+    """Returns the sums [S.lines] of rows `lines`, and with a gate those of its second half, times
+    the scales of the rows."""
+    total *= tl.load(scales + lines // S.rows_per_scale, inside, 0.0)
+    if GATED:
+        up_total *= tl.load(scales + (lines + S.run) // S.rows_per_scale, inside, 0.0)
+    return total, up_total
 
 
 @triton.jit
@@ -140,9 +181,9 @@ def _finish(
 @triton.jit
 def _add_adapters(
     totals, up_totals, shrunk, up, blocks, lines, inside, row, rows, shrunk_stride, up_stride,
-    GATED: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums [FEATURES, ROWS], and those of a gate's second half, with the adapters."""
+    """Returns the sums [S.lines, ROWS], and those of a gate's second half, with the adapters."""
     for index in range(1, tl.load(blocks) + 1):
         column = tl.load(blocks + index) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(
@@ -151,37 +192,75 @@ def _add_adapters(
         place = up + lines.to(tl.int64)[:, None] * up_stride + column[None, :]
         w = tl.load(place, inside[:, None], 0.0)
         totals = tl.dot(w, value, totals, input_precision="ieee")
-        if GATED:
-            up_w = tl.load(place + RUN * up_stride, inside[:, None], 0.0)
+        if S.gated:
+            up_w = tl.load(place + S.run * up_stride, inside[:, None], 0.0)
             up_totals = tl.dot(up_w, value, up_totals, input_precision="ieee")
     return totals, up_totals
 
 
 @triton.jit
-def _rows_of_adapter(
-    B, lines, inside, column, has, b_stride, GATED: tl.constexpr, RUN: tl.constexpr
+def _load_inputs(x, norm, begin, HAS_NORM: tl.constexpr, S: tl.constexpr):
+    """Returns the inputs of a step, and the norm's weights, or the inputs again."""
+    k = tl.arange(0, S.step)
+    value = tl.load(x + begin + k, begin + k < S.inputs, 0.0)
+    scale = value
+    if HAS_NORM:
+        scale = tl.load(norm + begin + k, begin + k < S.inputs, 0.0)
+    return value, scale
+
+
+@triton.jit
+def _vector_sums(
+    x, norm, place, rows, inputs, scales, lines, inside, groups,
+    HAS_NORM: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Returns rows [FEATURES, WIDTH] of B, in the columns of an adapter, and with a gate those of
-    its second half, else the same."""
-    place = B + lines.to(tl.int64)[:, None] * b_stride + column[None, :]
-    rows = tl.load(place, inside[:, None] & has[None, :], 0.0)
-    up_rows = rows
-    if GATED:
-        place += RUN * b_stride
-        up_rows = tl.load(place, inside[:, None] & has[None, :], 0.0)
-    return rows, up_rows
+    """Returns the products [S.lines] of x and the rows at `place`, and at a gate's second half, and
+    the sum of x's squares. The first step's rows (`_load_rows`) and inputs (`_load_inputs`) have
+    been loaded."""
+    INPUTS: tl.constexpr = S.inputs
+    LINES: tl.constexpr = S.lines
+    STEP: tl.constexpr = S.step
+    k = tl.arange(0, STEP)
+    total = tl.zeros([LINES], tl.float32)
+    up_total = tl.zeros([LINES], tl.float32)
+    square = 0.0
+    for begin in tl.static_range(0, INPUTS, STEP):
+        if begin > 0:
+            mask = inside[:, None] & (begin + k < INPUTS)[None, :]
+            rows = _load_rows(place, S.run * INPUTS, begin, mask, S.gated)
+            inputs = _load_inputs(x, norm, begin, HAS_NORM, S)
+        value = inputs[0].to(tl.float32)
+        if HAS_NORM:
+            square += tl.sum(value * value)
+            value = value * inputs[1].to(tl.float32)
+        products = rows[0].to(tl.float32) * value[None, :]
+        total += row_sums(products, scales, lines, begin, inside, groups, S)
+        if S.gated:
+            products = rows[1].to(tl.float32) * value[None, :]
+            up_total += row_sums(products, scales, lines + S.run, begin, inside, groups, S)
+    return total, up_total, square
+
+
+@triton.jit
+def _load_adapter(
+    B, words, lines, inside, slot, width, b_stride, WIDTH: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """Returns rows [S.lines, WIDTH] of B (`_load_rows`) in the columns of the adapter in `slot`, or
+    zeros; which columns it has; and the words of the shrunk x, as far as they are written."""
+    column = tl.arange(0, WIDTH)
+    has = column < tl.where(slot < 0, 0, width)
+    own = slot * width + column
+    place = B + lines.to(tl.int64)[:, None] * b_stride + own[None, :]
+    rows = _load_rows(place, S.run * b_stride, 0, inside[:, None] & has[None, :], S.gated)
+    return rows, has, tl.load(words + column, has, 0, volatile=True)
 
 
 @triton.jit
 def _vector_kernel(
     x, weight, scales, norm, residual, out, features, groups, eps,
     A, B, words, others, slots, ranks, modules, width, b_stride, a_stride, slot_stride,
-    INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, ADAPTED: tl.constexpr, WIDTH: tl.constexpr,
-    MISSING: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, ADAPTED: tl.constexpr,
+    WIDTH: tl.constexpr, MISSING: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if ADAPTED:
@@ -189,88 +268,55 @@ def _vector_kernel(
         if program < width:
             if slot >= 0:
                 of_rank = shrink_rank(
-                    x, A, norm, slot, ranks, program, modules, a_stride, slot_stride, eps, INPUTS,
-                    STEP, HAS_NORM, PDL,
+                    x, A, norm, slot, ranks, program, modules, a_stride, slot_stride, eps, S.inputs,
+                    S.step, HAS_NORM, PDL,
                 )  # fmt: skip
                 put_word(words, others, program, of_rank.to(x.dtype.element_ty), MISSING)
             return
         program -= width
-    n = program * FEATURES + tl.arange(0, FEATURES)
-    k = tl.arange(0, STEP)
+    n = program * S.lines + tl.arange(0, S.lines)
+    k = tl.arange(0, S.step)
     inside = n < features
-    lines = n + n // RUN * RUN if GATED else n
-    place = weight + lines.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    up_place = place + RUN * INPUTS
-    mask = inside[:, None] & (k < INPUTS)[None, :]
-    w = tl.load(place, mask, 0.0)
-    if GATED:
-        up_w = tl.load(up_place, mask, 0.0)
+    lines = n + n // S.run * S.run if S.gated else n
+    place = weight + lines.to(tl.int64)[:, None] * S.inputs + k[None, :]
+    mask = inside[:, None] & (k < S.inputs)[None, :]
+    rows = _load_rows(place, S.run * S.inputs, 0, mask, S.gated)
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
-    total = tl.zeros([FEATURES], tl.float32)
-    up_total = tl.zeros([FEATURES], tl.float32)
-    square = 0.0
-    for begin in tl.static_range(0, INPUTS, STEP):
-        if begin > 0:
-            mask = inside[:, None] & (begin + k < INPUTS)[None, :]
-            w = tl.load(place + begin, mask, 0.0)
-            if GATED:
-                up_w = tl.load(up_place + begin, mask, 0.0)
-        given = tl.load(x + begin + k, begin + k < INPUTS, 0.0)
-        if HAS_NORM:
-            scale = tl.load(norm + begin + k, begin + k < INPUTS, 0.0)
-        if begin == 0 and ADAPTED:  # behind the loads of x: the addresses wait for the slot
-            column = tl.arange(0, WIDTH)
-            has = column < tl.where(slot < 0, 0, width)
-            of_adapter, up_of_adapter = _rows_of_adapter(
-                B, lines, inside, slot * width + column, has, b_stride, GATED, RUN
-            )
-            word = tl.load(words + column, has, 0, volatile=True)
-        value = given.to(tl.float32)
-        if HAS_NORM:
-            square += tl.sum(value * value)
-            value = value * scale.to(tl.float32)
-        total += row_sums(
-            w.to(tl.float32) * value[None, :], scales, lines, begin, inside, groups,
-            FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
-        )  # fmt: skip
-        if GATED:
-            up_total += row_sums(
-                up_w.to(tl.float32) * value[None, :], scales, lines + RUN, begin, inside, groups,
-                FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
-            )  # fmt: skip
+    inputs = _load_inputs(x, norm, 0, HAS_NORM, S)
+    if ADAPTED:  # behind the loads of x: the addresses wait for the slot
+        adapter = _load_adapter(B, words, lines, inside, slot, width, b_stride, WIDTH, S)
+    total, up_total, square = _vector_sums(
+        x, norm, place, rows, inputs, scales, lines, inside, groups, HAS_NORM, S
+    )
     if PDL and not EARLY_TRIGGER:
         gdc_launch_dependents()
-    if SCALED and not GROUPED:
-        total *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)
-        if GATED:
-            up_total *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)
+    if S.scaled and not S.grouped:
+        total, up_total = scale_rows(total, up_total, scales, lines, inside, S.gated, S)
     if HAS_NORM:
-        factor = tl.rsqrt(square / INPUTS + eps)
+        factor = tl.rsqrt(square / S.inputs + eps)
         total *= factor
         up_total *= factor
     if ADAPTED:
-        word = wait_for_words(words, column, has, word, MISSING)
-        own = word.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
-        total += tl.sum(of_adapter.to(tl.float32) * own[None, :], 1)
-        if GATED:
-            up_total += tl.sum(up_of_adapter.to(tl.float32) * own[None, :], 1)
-    if GATED:
+        b_rows, has, word = adapter
+        word = wait_for_words(words, tl.arange(0, WIDTH), has, word, MISSING)
+        own = word.to(x.dtype.element_ty, bitcast=True).to(tl.float32)[None, :]
+        total += tl.sum(b_rows[0].to(tl.float32) * own, 1)
+        if S.gated:
+            up_total += tl.sum(b_rows[1].to(tl.float32) * own, 1)
+    if S.gated:
         total = total / (1.0 + tl.exp(-total)) * up_total
-    _finish(total, out, residual, 0, n, inside, 0, 0, HAS_RESIDUAL)
+    _finish(total, out, residual, 0, n, inside, 0, 0, S.has_residual)
 
 
 @triton.jit
-def _add_step(
-    totals, w, value, scales, lines, group, inside, groups,
-    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Returns totals [FEATURES, ROWS] plus the product of one step, scaled where steps are
+def _add_step(totals, w, value, scales, lines, group, inside, groups, S: tl.constexpr):
+    """Returns totals [S.lines, ROWS] plus the product of one step, scaled where steps are
     blocks."""
-    if GROUPED:
-        scale = tl.load(scales + lines // ROWS_PER_SCALE * groups + group, inside, 0.0)
+    if S.grouped:
+        scale = tl.load(scales + lines // S.rows_per_scale * groups + group, inside, 0.0)
         totals += tl.dot(w, value, input_precision="ieee") * scale[:, None]
     else:
         totals = tl.dot(w, value, totals, input_precision="ieee")
@@ -281,22 +327,22 @@ def _add_step(
 def _tensor_kernel(
     x, weight, scales, residual, out, rows, features, groups, x_stride, residual_stride, out_stride,
     shrunk, up, blocks, shrunk_stride, up_stride,
-    ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, PDL: tl.constexpr,
-    ADAPTED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS_PAD: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    INPUTS: tl.constexpr = S.inputs
+    LINES: tl.constexpr = S.lines
+    STEP: tl.constexpr = S.step
+    n = tl.program_id(0) * LINES + tl.arange(0, LINES)
     k = tl.arange(0, STEP)
     row = tl.arange(0, ROWS_PAD)
     inside = n < features
-    lines = n + n // RUN * RUN if GATED else n
+    lines = n + n // S.run * S.run if S.gated else n
     place = weight + lines.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    up_place = place + RUN * INPUTS
+    up_place = place + S.run * INPUTS
     wait_for_kernel(PDL)
-    totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
-    up_totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
+    totals = tl.zeros([LINES, ROWS_PAD], tl.float32)
+    up_totals = tl.zeros([LINES, ROWS_PAD], tl.float32)
     for begin in range(0, INPUTS, STEP):
         there = begin + k < INPUTS
         mask = inside[:, None] & there[None, :]
@@ -307,29 +353,29 @@ def _tensor_kernel(
             0.0,
         )
         totals = _add_step(
-            totals, w.to(value.dtype), value, scales, lines, begin // GROUP, inside, groups,
-            GROUPED, ROWS_PER_SCALE,
+            totals, w.to(value.dtype), value, scales, lines, begin // S.group, inside, groups,
+            S,
         )  # fmt: skip
-        if GATED:
+        if S.gated:
             up_w = tl.load(up_place + begin, mask, 0.0)
             up_totals = _add_step(
-                up_totals, up_w.to(value.dtype), value, scales, lines + RUN, begin // GROUP,
-                inside, groups, GROUPED, ROWS_PER_SCALE,
+                up_totals, up_w.to(value.dtype), value, scales, lines + S.run, begin // S.group,
+                inside, groups, S,
             )  # fmt: skip
-    if SCALED and not GROUPED:
-        totals *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)[:, None]
-        if GATED:
-            up_totals *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)[:, None]
+    if S.scaled and not S.grouped:
+        totals *= tl.load(scales + lines // S.rows_per_scale, inside, 0.0)[:, None]
+        if S.gated:
+            up_totals *= tl.load(scales + (lines + S.run) // S.rows_per_scale, inside, 0.0)[:, None]
     if ADAPTED:
         totals, up_totals = _add_adapters(
             totals, up_totals, shrunk, up, blocks, lines, inside, row, rows, shrunk_stride,
-            up_stride, GATED, RUN, BLOCK,
+            up_stride, BLOCK, S,
         )  # fmt: skip
-    if GATED:
+    if S.gated:
         totals = totals / (1.0 + tl.exp(-totals)) * up_totals
     _finish(
         totals, out, residual, row[None, :], n[:, None], inside[:, None] & (row < rows)[None, :],
-        out_stride, residual_stride, HAS_RESIDUAL,
+        out_stride, residual_stride, S.has_residual,
     )  # fmt: skip
 
 
@@ -361,12 +407,11 @@ def launch_few_rows(
     groups = 1 if scales is None else scales.shape[1]
     given = x, values, x if scales is None else scales
     added = x if residual is None else residual
-    constants = {
-        "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
-        "HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN,
-        "SCALED": scales is not None, "GROUPED": groups > 1, "GROUP": GROUP,
-        "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl, "ADAPTED": operand is not None,
-    }  # fmt: skip
+    spec = FewRowsSpec(
+        inputs, config.features, config.step, gated, residual is not None, scales is not None,
+        groups > 1, rows_per_scale,
+    )  # fmt: skip
+    constants = {"PDL": pdl, "ADAPTED": operand is not None, "S": spec}
     programs = triton.cdiv(features, config.features)
     if rows == 1:
         assert not isinstance(operand, AdapterOperand)
@@ -375,7 +420,7 @@ def launch_few_rows(
         _vector_kernel[(programs + width,)](
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
             *row_arguments(operand, x), **constants, HAS_NORM=norm_weight is not None,
-            RUN_OF_INPUTS=RUN_OF_INPUTS, WIDTH=columns, MISSING=MISSING,
+            WIDTH=columns, MISSING=MISSING,
             EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
             launch_pdl=pdl,
         )  # fmt: skip

@@ -201,7 +201,7 @@ def test_products_of_one_token(gated: bool, normed: bool, partial: bool, format:
         config.features, config.step, gated, partial, format=SCALED if format else PLAIN,
         grouped=format == "blocks", rows_per_scale=8 if format == "blocks" else 1,
     )  # fmt: skip
-    constants = {"RUN_OF_INPUTS": 16, "HAS_NORM": normed, "PDL": True, "S": spec}
+    constants = {"HAS_NORM": normed, "PDL": True, "S": spec}
     kernel = compile_kernel(expert_vector._vector_kernel, types, constants, config)
     check_fits(kernel)
     bytes_of = config.features * config.step * (1 if format else 2)

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels.few_rows_dense import (
     FewRowsConfig,
+    FewRowsSpec,
     _tensor_kernel,
     _vector_kernel,
     adapter_columns,
@@ -52,16 +53,12 @@ def test_they_fit(
     assert configs or rows > 8
     for config in (few_rows_dense_config(rows, features, inputs, **shape), *configs):
         assert isinstance(config, FewRowsConfig)
-        fixed = {
-            "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
-            "HAS_RESIDUAL": not normed, "GATED": gated, "RUN": 8, "SCALED": False,
-            "GROUPED": False, "GROUP": 128, "ROWS_PER_SCALE": 1, "PDL": True, "ADAPTED": adapted,
-        }  # fmt: skip
+        spec = FewRowsSpec(inputs, config.features, config.step, gated, not normed)
+        fixed = {"PDL": True, "ADAPTED": adapted, "S": spec}
         if rows == 1:
             columns = adapter_columns(48, config.num_warps)
             fixed |= {
-                "HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False, "WIDTH": columns,
-                "MISSING": -1,
+                "HAS_NORM": normed, "EARLY_TRIGGER": False, "WIDTH": columns, "MISSING": -1,
             }  # fmt: skip
         else:
             fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16, "BLOCK": 64}

@@ -83,19 +83,14 @@ def test_products_of_few_rows(
     config = few_rows_scaled_config(
         rows, features, inputs, normed=normed, gated=gated, grouped=grouped
     )
-    constants = {
-        "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
-        "HAS_RESIDUAL": not gated, "GATED": gated, "RUN": 8, "SCALED": True, "GROUPED": grouped,
-        "GROUP": GROUP, "ROWS_PER_SCALE": run, "PDL": True,
-    }  # fmt: skip
+    spec = few_rows_dense.FewRowsSpec(
+        inputs, config.features, config.step, gated, not gated, True, grouped, run
+    )
+    constants = {"PDL": True, "ADAPTED": False, "S": spec}
     if rows == 1:
-        constants |= {
-            "HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False, "WIDTH": 1,
-            "MISSING": -1,
-        }  # fmt: skip
+        constants |= {"HAS_NORM": normed, "EARLY_TRIGGER": False, "WIDTH": 1, "MISSING": -1}
     else:
         constants |= {"ROWS_PAD": rows, "BLOCK": 64}
-    constants["ADAPTED"] = False
     types = {
         "x": "*bf16", "weight": f"*{kind}", "scales": "*fp32", "norm": "*bf16",
         "residual": "*bf16", "out": "*bf16", "eps": "fp32",
