@@ -432,6 +432,25 @@ def _await(addresses, flags_at, stage: tl.constexpr, epoch, RANK: tl.constexpr, 
     tl.debug_barrier()
 
 
+@triton.jit
+def _sum_row(
+    addresses, partial_at, residual, place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Returns the words [BLOCK] of the sum of the residual, if there is one, and of the ranks'
+    partial products, in the order of the ranks."""
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    if HAS_RESIDUAL:
+        low, high = _halves(tl.load(residual + place, mask, 0), PAIRS, ELEMENT)
+    for sender in tl.static_range(SIZE):
+        remote = (tl.load(addresses + sender) + partial_at).to(tl.pointer_type(tl.int32))
+        received_low, received_high = _halves(tl.load(remote + place, mask, 0), PAIRS, ELEMENT)
+        low += received_low
+        high += received_high
+    return _as_words(low, high, PAIRS, ELEMENT)
+
+
 @triton.jit(do_not_specialize=["scale_stride", "rows", "groups"])
 def _two_shot_kernel(
     partial, residual, weight, normed, scales, static_scale, scale_stride, addresses, epochs,
@@ -458,18 +477,10 @@ def _two_shot_kernel(
         row = group * SIZE + RANK
         if row < rows:
             place = row.to(tl.int64) * WIDTH + columns
-            low = tl.zeros([BLOCK], tl.float32)
-            high = tl.zeros([BLOCK], tl.float32)
-            if HAS_RESIDUAL:
-                low, high = _halves(tl.load(residual + place, mask, 0), PAIRS, ELEMENT)
-            for sender in tl.static_range(SIZE):
-                remote = (tl.load(addresses + sender) + partial_at).to(tl.pointer_type(tl.int32))
-                received_low, received_high = _halves(
-                    tl.load(remote + place, mask, 0), PAIRS, ELEMENT
-                )
-                low += received_low
-                high += received_high
-            total = _as_words(low, high, PAIRS, ELEMENT)
+            total = _sum_row(
+                addresses, partial_at, residual, place, mask, SIZE, BLOCK, PAIRS, ELEMENT,
+                HAS_RESIDUAL,
+            )  # fmt: skip
             tl.store(residual + place, total, mask)
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
