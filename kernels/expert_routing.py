@@ -428,32 +428,19 @@ def route(
         ValueError: the shapes do not fit, or `supports_rule` returns false.
     """
     (tokens, hidden), experts = x.shape, rule.num_experts
-    if weight.shape != (experts, hidden) or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(
-            f"x must be [T, H] with contiguous rows and weight [{experts}, H], not "
-            f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    if not supports_rule(rule):
-        raise ValueError(f"{rule} is not supported")
+    config = config or routing_config(tokens, experts, x.element_size())
     if shared is not None and (copies is not None or local is not None):
         raise ValueError("an expert that all tokens take has neither copies nor other ranks")
-    config = config or routing_config(tokens, experts, x.element_size())
-    padded = padded_experts(experts)
-    is_few = isinstance(config, FewTokensConfig)
-    parts = padded // config.experts
-    tiles = tokens if isinstance(config, FewTokensConfig) else triton.cdiv(tokens, config.tokens)
-    if (parts > 1 or is_few) and tiles > MAX_SHARED_TILES:
-        raise ValueError(f"{tokens} tokens are too many for {config}")
-    if norm_weight is not None and not is_few:
-        raise ValueError(f"{config} does no norm")
-    like = {"device": x.device}
+    _check_route(x, weight, rule, config, normed=norm_weight is not None)
+    padded, is_few = padded_experts(experts), isinstance(config, FewTokensConfig)
+    parts, tiles = _grid(tokens, experts, config)
     size = tokens * padded if parts > 1 or is_few else 1
-    logits = torch.empty(size, dtype=torch.float32, **like)
+    logits = x.new_empty(size, dtype=torch.float32)
     pairs = rule.top_k + (shared is not None)
-    weights = torch.empty(tokens, pairs, dtype=torch.float32, **like)
-    chosen = torch.empty(tokens, pairs, dtype=torch.int32, **like)
+    weights = x.new_empty(tokens, pairs, dtype=torch.float32)
+    chosen = x.new_empty(tokens, pairs, dtype=torch.int32)
     tickets, counts = counters[:MAX_SHARED_TILES], counters[MAX_SHARED_TILES:]
-    rows = torch.empty(len(counts) if buckets else 0, tokens, dtype=torch.int32, **like)
+    rows = x.new_empty(len(counts) if buckets else 0, tokens, dtype=torch.int32)
     # of tokens without slots one stands for all: two tickets, which are never negative
     slot_mapping = tickets[:2].view(torch.int64) if slots is None else slots
     constants = _configured(config)
@@ -465,9 +452,8 @@ def route(
         0 if copies is None else copies.places.shape[1], totals is not None, pairs,
         shared is not None, gate is not None, scales is not None,
     )  # fmt: skip
-    norm_factors, norm = None, ()
-    if norm_weight is not None:
-        norm_factors = torch.empty(tokens, dtype=torch.float32, **like)
+    norm_factors = None if norm_weight is None else x.new_empty(tokens, dtype=torch.float32)
+    norm = ()
     if is_few:
         norm = (weight, logits, eps) if norm_factors is None else (norm_weight, norm_factors, eps)
         constants["HAS_NORM"] = norm_factors is not None
@@ -477,12 +463,41 @@ def route(
         weight if scales is None else scales, logits, weights, chosen, counts, rows, tickets,
         *((counts, counts) if copies is None else (copies.places, copies.counts)),
         counts if totals is None else totals, slot_mapping, weight if gate is None else gate,
-        tokens, x.stride(0), rule.scale,
-        0 if slots is None else 1, *norm,
+        tokens, x.stride(0), rule.scale, 0 if slots is None else 1, *norm,
         HIDDEN=hidden, PDL=pdl, S=spec, launch_pdl=pdl, **constants,
     )  # fmt: skip
     filled = (counts, rows) if buckets else (None, None)
     return RoutedTokens(weights, chosen, *filled, local, norm_factors)
+
+
+def _check_route(
+    x: torch.Tensor, weight: torch.Tensor, rule: RoutingRule,
+    config: RoutingConfig | FewTokensConfig, *, normed: bool,
+) -> None:  # fmt: skip
+    """Raises ValueError where these arguments of `route` do not fit."""
+    tokens, experts = len(x), rule.num_experts
+    if weight.shape != (experts, x.shape[1]) or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(
+            f"x must be [T, H] with contiguous rows and weight [{experts}, H], not "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if not supports_rule(rule):
+        raise ValueError(f"{rule} is not supported")
+    is_few = isinstance(config, FewTokensConfig)
+    parts, tiles = _grid(tokens, experts, config)
+    if (parts > 1 or is_few) and tiles > MAX_SHARED_TILES:
+        raise ValueError(f"{tokens} tokens are too many for {config}")
+    if normed and not is_few:
+        raise ValueError(f"{config} does no norm")
+
+
+def _grid(tokens: int, experts: int, config: RoutingConfig | FewTokensConfig) -> tuple[int, int]:
+    """Returns among how many programs the experts are divided, and how many tiles of tokens there
+    are."""
+    parts = padded_experts(experts) // config.experts
+    if isinstance(config, FewTokensConfig):
+        return parts, tokens
+    return parts, triton.cdiv(tokens, config.tokens)
 
 
 def _configured(config: RoutingConfig | FewTokensConfig) -> dict[str, Any]:
