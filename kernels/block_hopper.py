@@ -244,6 +244,54 @@ def _sums_in_turn(
 
 
 @gluon.jit
+def _tile_sums(
+    X_BOX: gl.constexpr, W_BOX: gl.constexpr, PAIRED: gl.constexpr, HALVES: gl.constexpr,
+    OVERLAPPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr, begun, stage, phase, steps, token, part,
+    x_scales, w_scales, rows, lines, x_stride, groups, x_smem, w_smem, full, empty,
+    layout: gl.constexpr
+):  # fmt: skip
+    """Returns the scaled sums of the tokens from `token` on and the weight rows of number `part`, a
+    tensor for each half, the last stage and its phase. `begun` are the products of the first stage
+    and half; with one half they stand for the second one's sums."""
+    # Beyond the last rows and lines are zeros, whose scales need only be finite.
+    tokens = token + gl.arange(0, x_smem.shape[1], layout=gl.SliceLayout(1, layout))
+    x_place = x_scales + gl.minimum(tokens, rows - 1)
+    w_place = w_scales + gl.minimum(part * w_smem.shape[1], lines - PAIR) // ROWS_PER_SCALE * groups
+    other = begun
+    if HALVES == 2:
+        acc, other, stage, phase = _sums_of_halves(
+            X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place,
+            x_scales + gl.minimum(tokens + x_smem.shape[1], rows - 1), x_stride, w_place, groups,
+            x_smem, w_smem, full, empty, layout
+        )  # fmt: skip
+    elif OVERLAPPED:
+        acc, stage, phase = _sums(
+            X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place, x_stride, w_place, groups,
+            x_smem, w_smem, full, empty, layout
+        )  # fmt: skip
+    else:
+        acc, stage, phase = _sums_in_turn(
+            X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place, x_stride, w_place, groups,
+            x_smem, w_smem, full, empty, layout
+        )  # fmt: skip
+    return acc, other, stage, phase
+
+
+@gluon.jit
+def _load_residual(residual, token, column, staging, first, added, HALVES: gl.constexpr):
+    """Begins to load a tile's part of the residual to `staging`, once the stores of the preceding
+    tile have read it; `added` completes when it is there."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    mbarrier.expect(added, HALVES * residual.block_type.nbytes)
+    for half in gl.static_range(HALVES):
+        tma.async_copy_global_to_shared(
+            residual, [token + half * residual.block_type.shape[0], column], added,
+            staging.index(first + half)
+        )  # fmt: skip
+
+
+@gluon.jit
 def _finish(
     GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr, acc, out, place, mine, layout: gl.constexpr
 ):  # fmt: skip
@@ -296,35 +344,14 @@ def _consume(
         )  # fmt: skip
         # The preceding kernels have ended, since the stage is there: their results can be read.
         if HAS_RESIDUAL:
-            tma.store_wait(0)  # until the stores of the preceding tile have read `staging`
-            gl.thread_barrier()
-            mbarrier.expect(added.index(PART), HALVES * out.block_type.nbytes)
-            for half in gl.static_range(HALVES):
-                tma.async_copy_global_to_shared(
-                    residual, [token + half * TOKENS, part * OUTPUTS], added.index(PART),
-                    staging.index(PART * HALVES + half)
-                )  # fmt: skip
-        # Beyond the last rows and lines are zeros, whose scales need only be finite.
-        offsets = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-        x_place = x_scales + gl.minimum(offsets, rows - 1)
-        w_place = w_scales + gl.minimum(part * LINES, lines - PAIR) // ROWS_PER_SCALE * groups
-        other = begun
-        if HALVES == 2:
-            acc, other, stage, phase = _sums_of_halves(
-                X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place,
-                x_scales + gl.minimum(offsets + TOKENS, rows - 1), x_stride, w_place, groups,
-                x_smem, w_smem, full, empty, layout
-            )  # fmt: skip
-        elif OVERLAPPED:
-            acc, stage, phase = _sums(
-                X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place, x_stride, w_place,
-                groups, x_smem, w_smem, full, empty, layout
-            )  # fmt: skip
-        else:
-            acc, stage, phase = _sums_in_turn(
-                X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place, x_stride, w_place,
-                groups, x_smem, w_smem, full, empty, layout
-            )  # fmt: skip
+            _load_residual(
+                residual, token, part * OUTPUTS, staging, PART * HALVES, added.index(PART), HALVES
+            )
+        acc, other, stage, phase = _tile_sums(
+            X_BOX, W_BOX, PAIRED, HALVES, OVERLAPPED, ROWS_PER_SCALE, begun, stage, phase, steps,
+            token, part, x_scales, w_scales, rows, lines, x_stride, groups, x_smem, w_smem,
+            full, empty, layout
+        )  # fmt: skip
         stage, phase = next_stage(stage, phase, STAGES)
         if HAS_RESIDUAL:
             mbarrier.wait(added.index(PART), turn & 1)
