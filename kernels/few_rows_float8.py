@@ -184,6 +184,16 @@ def _add_step(
 
 
 @gluon.jit
+def _allocate_parts(FEATURES: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
+    """Returns shared memory for the sums of each warp."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    return gl.allocate_shared_memory(
+        gl.float32, [WARPS, FEATURES // 16, HALVES, 16 // HALVES, 8],
+        gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
+    )  # fmt: skip
+
+
+@gluon.jit
 def _sum_of_warps(acc, parts, FEATURES: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
     """Returns the sums over the warps, [outputs, 8]; of a gated weight silu(gate) * up."""
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -257,29 +267,13 @@ def _scale_places(
     return scales + place
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles", "residual_stride", "out_stride"])
-def _few_rows_kernel(
-    x, weight, scales, norm, residual, out, rows, tiles, x_stride, residual_stride,
-    out_stride, eps,
-    INPUTS: gl.constexpr, ROWS: gl.constexpr, FEATURES: gl.constexpr, DEPTH: gl.constexpr,
-    HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, GROUPED: gl.constexpr,
-    ROWS_PER_SCALE: gl.constexpr, PDL: gl.constexpr, EARLY_TRIGGER: gl.constexpr,
+@gluon.jit
+def _load_first_tile(
+    weight, scales, tile, k, INPUTS: gl.constexpr, FEATURES: gl.constexpr, WARPS: gl.constexpr,
+    DEPTH: gl.constexpr, GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr,
 ):  # fmt: skip
-    WARPS: gl.constexpr = gl.num_warps()
-    STEPS: gl.constexpr = (INPUTS + WARPS * CHUNK - 1) // (WARPS * CHUNK)
-    HALVES: gl.constexpr = 2 if GATED else 1
-    OUTPUTS: gl.constexpr = FEATURES // HALVES
-    columns: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
-    parts = gl.allocate_shared_memory(
-        gl.float32, [WARPS, FEATURES // 16, HALVES, 16 // HALVES, 8],
-        gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
-    )  # fmt: skip
-    x_smem = allocate_x(STEPS, ROWS, WARPS)
-    tile = gl.program_id(0)
-    programs = gl.num_programs(0)
-
-    # weights are read before waiting for the preceding kernel, which writes x
-    k = gl.arange(0, WARPS * CHUNK // 4, gl.SliceLayout(0, _weight_layout(FEATURES, WARPS)))
+    """Returns where a program's first weights and their scales are, the queue of its first DEPTH
+    steps, and the scales of the tile's features, 0 where scales are of blocks."""
     place = _weight_places(weight, tile, k, INPUTS, FEATURES, WARPS)
     scale_place = _scale_places(scales, tile, INPUTS, FEATURES, WARPS, GROUPED, ROWS_PER_SCALE)
     queue = ()
@@ -290,9 +284,31 @@ def _few_rows_kernel(
     scale = 0.0
     if not GROUPED:
         scale = gl.load(scale_place)
-    norms = ()
-    if HAS_NORM:
-        norms = load_row(norm, STEPS, WARPS, INPUTS)
+    return place, scale_place, queue, scale
+
+
+@gluon.jit(do_not_specialize=["rows", "tiles", "residual_stride", "out_stride"])
+def _few_rows_kernel(
+    x, weight, scales, norm, residual, out, rows, tiles, x_stride, residual_stride,
+    out_stride, eps,
+    INPUTS: gl.constexpr, ROWS: gl.constexpr, FEATURES: gl.constexpr, DEPTH: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, GROUPED: gl.constexpr,
+    ROWS_PER_SCALE: gl.constexpr, PDL: gl.constexpr, EARLY_TRIGGER: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    STEPS: gl.constexpr = (INPUTS + WARPS * CHUNK - 1) // (WARPS * CHUNK)
+    OUTPUTS: gl.constexpr = FEATURES // 2 if GATED else FEATURES
+    columns: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
+    parts = _allocate_parts(FEATURES, WARPS, GATED)
+    x_smem = allocate_x(STEPS, ROWS, WARPS)
+    tile, programs = gl.program_id(0), gl.num_programs(0)
+
+    # weights are read before waiting for the preceding kernel, which writes x
+    k = gl.arange(0, WARPS * CHUNK // 4, gl.SliceLayout(0, _weight_layout(FEATURES, WARPS)))
+    place, scale_place, queue, scale = _load_first_tile(
+        weight, scales, tile, k, INPUTS, FEATURES, WARPS, DEPTH, GROUPED, ROWS_PER_SCALE
+    )
+    norms = load_row(norm, STEPS, WARPS, INPUTS) if HAS_NORM else ()
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
