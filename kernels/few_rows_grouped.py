@@ -25,6 +25,7 @@ for all output features of a program. In float32 this costs five (eight) bits of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from aioinfer.kernels.grouped_weight import TILE, PackedGroups
@@ -77,6 +78,45 @@ class FewRowsGroupedConfig:
         return min(255, 65536 // (self.programs * self.warps * 32) // 8 * 8)
 
 
+class GroupedSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        inputs, width, units, run, group, has_zeros: of the weight; see `PackedGroups`.
+        warps, depth: see `FewRowsGroupedConfig`.
+        offset: see `OFFSETS`.
+        shares: units of a warp.
+        scaled: runs that are scaled together.
+        masked: whether the last units go beyond the inputs.
+    """
+
+    inputs: int
+    width: int
+    units: int
+    run: int
+    group: int
+    has_zeros: bool
+    warps: int
+    depth: int
+    offset: int
+    shares: int
+    scaled: int
+    masked: bool
+
+    @classmethod
+    def of(
+        cls, weight: PackedGroups, config: FewRowsGroupedConfig, dtype: torch.dtype
+    ) -> GroupedSpec:
+        """Returns what the kernel is compiled for with x of a dtype."""
+        run, group, shares = weight.run, weight.group, -(-weight.units // config.warps)
+        return cls(
+            weight.inputs, weight.width, weight.units, run, group, weight.has_zeros, config.warps,
+            config.depth, OFFSETS[dtype], shares,
+            1 if group == run else 4 if group % (4 * run) == 0 else 2,
+            shares * config.warps * PARTS.value * run != weight.inputs,
+        )  # fmt: skip
+
+
 def few_rows_grouped_config(weight: PackedGroups) -> FewRowsGroupedConfig:
     """Returns the configuration for a weight, measured on an H200 for one and eight rows."""
     return FewRowsGroupedConfig(8, 2, 2) if weight.units <= 16 else FewRowsGroupedConfig(8, 4)
@@ -111,58 +151,55 @@ def fuses_norm(
 
 
 @gluon.jit
-def _load_item(
-    packed, scales, tile, share,
-    UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
-    SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+def _load_item(packed, scales, tile, share, S: gl.constexpr, mma: gl.constexpr):
     """Returns of a tile of output features and each warp's unit number `share` the pairs of words,
     int32 [WARPS, 16, R / 2], and the elements [WARPS, 16] of `PackedGroups.scales` for each group;
     beyond the last tile the values are arbitrary."""
-    PAIRS: gl.constexpr = RUN // 2
+    WARPS: gl.constexpr = S.warps
+    SCALED: gl.constexpr = S.scaled
+    PAIRS: gl.constexpr = S.run // 2
     wide: gl.constexpr = gl.DotOperandLayout(0, mma, PAIRS // 8)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
     feature = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
-    unit = _unit_of(warp, share, UNITS, WARPS)
+    unit = _unit_of(warp, share, S)
     place = packed.to(gl.pointer_type(gl.int32), bitcast=True)
     place += (unit[:, None, None] * 16 + feature[None, :, None]) * PAIRS + pair[None, None, :]
-    place += tile.to(gl.int64) * (UNITS * 16 * PAIRS)
-    is_there = tile < WIDTH // 16
+    place += tile.to(gl.int64) * (S.units * 16 * PAIRS)
+    is_there = tile < S.width // 16
     # constants come last, where they become part of the instruction
     item = (gl.load(place + share * (WARPS * 16 * PAIRS), is_there),)
 
-    GROUPS: gl.constexpr = PARTS * RUN // GROUP  # of a unit
+    GROUPS: gl.constexpr = PARTS * S.run // S.group  # of a unit
     of_feature: gl.constexpr = gl.SliceLayout(2, mma)
-    unit = _unit_of(gl.arange(0, WARPS, gl.SliceLayout(1, of_feature)), share, UNITS, WARPS)
+    unit = _unit_of(gl.arange(0, WARPS, gl.SliceLayout(1, of_feature)), share, S)
     feature = gl.arange(0, 16, gl.SliceLayout(0, of_feature))
     for part in gl.static_range(0, PARTS, SCALED):
         if GROUPS:
-            place = scales + (unit[:, None] * (GROUPS * WIDTH) + feature[None, :]) + tile * 16
-            place += (share * WARPS * GROUPS + part // SCALED) * WIDTH
+            place = scales + (unit[:, None] * (GROUPS * S.width) + feature[None, :]) + tile * 16
+            place += (share * WARPS * GROUPS + part // SCALED) * S.width
         else:
-            run = (unit + share * WARPS) * PARTS + part
-            place = scales + (run * RUN // GROUP)[:, None] * WIDTH + feature[None, :] + tile * 16
+            group = ((unit + share * WARPS) * PARTS + part) * S.run // S.group
+            place = scales + group[:, None] * S.width + feature[None, :] + tile * 16
         item = item + (gl.load(place, is_there),)
     return item
 
 
 @gluon.jit
-def _unit_of(warp, share, UNITS: gl.constexpr, WARPS: gl.constexpr):
+def _unit_of(warp, share, S: gl.constexpr):
     """Returns each warp's unit number `share` less the first warp's; warps that have none repeat
     the last."""
-    if (share + 1) * WARPS > UNITS:
-        warp = gl.minimum(warp, UNITS - 1 - share * WARPS)
+    if (share + 1) * S.warps > S.units:
+        warp = gl.minimum(warp, S.units - 1 - share * S.warps)
     return warp
 
 
 @gluon.jit
-def _load_x(
-    x, share, rows, stride, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
-    MASKED: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+def _load_x(x, share, rows, stride, S: gl.constexpr, mma: gl.constexpr):
     """Returns x for each run of each warp's unit number `share`, right operands [WARPS, R, 8], of
     which columns beyond the last row repeat it."""
+    RUN: gl.constexpr = S.run
+    WARPS: gl.constexpr = S.warps
     wide: gl.constexpr = gl.DotOperandLayout(1, mma, RUN // 8)
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None, None]
@@ -174,8 +211,8 @@ def _load_x(
     runs = ()
     for part in gl.static_range(PARTS):
         first = (share * WARPS * PARTS + part) * RUN
-        if MASKED:
-            value = gl.load(place + first, k + first < INPUTS, 0.0)
+        if S.masked:
+            value = gl.load(place + first, k + first < S.inputs, 0.0)
         else:
             value = gl.load(place + first)
         value = value.reshape([WARPS, 2, 4, RUN // 32, 2, 2, 8]).permute((0, 1, 3, 4, 2, 5, 6))
@@ -185,13 +222,12 @@ def _load_x(
 
 
 @gluon.jit
-def _norm_x(
-    x, norm, runs, eps, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
-    MASKED: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+def _norm_x(x, norm, runs, eps, S: gl.constexpr, mma: gl.constexpr):
     """Returns the reciprocal of one row's root mean square, and its runs times the norm's
     weights."""
-    weights = _load_x(norm, 0, 1, 0, INPUTS, RUN, WARPS, MASKED, mma)
+    weights = _load_x(norm, 0, 1, 0, S, mma)
+    WARPS: gl.constexpr = S.warps
+    RUN: gl.constexpr = S.run
     squares = gl.zeros([WARPS, RUN, 8], gl.float32, gl.DotOperandLayout(1, mma, 2))
     scaled = ()
     for part in gl.static_range(PARTS):
@@ -199,12 +235,15 @@ def _norm_x(
         squares += value * value
         scaled = scaled + ((value * weights[part].to(gl.float32)).to(x.dtype.element_ty),)
     square = gl.sum(gl.max(gl.sum(squares, 1), 1), 0)  # all columns are equal
-    return gl.rsqrt(square / INPUTS + eps), scaled
+    return gl.rsqrt(square / S.inputs + eps), scaled
 
 
 @gluon.jit
-def _sum_x(runs, SCALED: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr):
+def _sum_x(runs, S: gl.constexpr, mma: gl.constexpr):
     """Returns the sums of x over each group of a unit, [WARPS, 16, 8] with equal rows."""
+    RUN: gl.constexpr = S.run
+    WARPS: gl.constexpr = S.warps
+    SCALED: gl.constexpr = S.scaled
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ones = gl.full([WARPS, 16, RUN], 1.0, runs[0].dtype, operand)
     sums = ()
@@ -217,15 +256,16 @@ def _sum_x(runs, SCALED: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, m
 
 
 @gluon.jit
-def _expand(pairs, OFFSET: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr):
+def _expand(pairs, S: gl.constexpr, mma: gl.constexpr):
     """Returns the integers of the four runs of pairs of words, enlarged by an offset, in 16 bits:
     left operands [WARPS, 16, R]."""
-    RUN: gl.constexpr = 2 * pairs.shape[2]
+    RUN: gl.constexpr = S.run
+    WARPS: gl.constexpr = S.warps
     words = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16))
     words = words.reshape([WARPS, 16, 2, 4, RUN // 32, 2, 2]).permute((0, 1, 2, 4, 5, 3, 6))
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     words = gl.convert_layout(words.reshape([WARPS, 16, RUN]), operand, assert_trivial=True)
-    if OFFSET == 128:
+    if S.offset == 128:
         runs = gl.inline_asm_elementwise(
             EXPANSION_128,
             "=&r,=&r,=&r,=&r,r",
@@ -247,70 +287,63 @@ def _expand(pairs, OFFSET: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr)
 
 
 @gluon.jit
-def _scale_of(kept, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr):
+def _scale_of(kept, S: gl.constexpr):
     """Returns the scale, float32, and the zero point with the offset of elements of
     `PackedGroups.scales`."""
-    if HAS_ZEROS:
+    if S.has_zeros:
         scale = (kept & -256).to(gl.float32, bitcast=True)
         # written below the bits of 2 ** 23
-        zero = ((kept & 255) | 0x4B000000).to(gl.float32, bitcast=True) - (8388608.0 - OFFSET)
+        zero = ((kept & 255) | 0x4B000000).to(gl.float32, bitcast=True) - (8388608.0 - S.offset)
         zero = zero[:, :, None]
     else:
         scale = kept.to(gl.float32, bitcast=True)
-        zero = OFFSET + 8.0
+        zero = S.offset + 8.0
     return scale[:, :, None], zero
 
 
 @gluon.jit
-def _multiply(
-    item, runs, sums, totals, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALED: gl.constexpr,
-    WARPS: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
+def _multiply(item, runs, sums, totals, S: gl.constexpr, mma: gl.constexpr):
     """Returns totals [WARPS, 16, 8] plus the products of an item and x."""
-    integers = _expand(item[0], OFFSET, WARPS, mma)
+    WARPS: gl.constexpr = S.warps
+    SCALED: gl.constexpr = S.scaled
+    integers = _expand(item[0], S, mma)
     for part in gl.static_range(0, PARTS, SCALED):
         product = gl.zeros([WARPS, 16, 8], gl.float32, mma)
         for other in gl.static_range(SCALED):
             product = mma_v2(integers[part + other], runs[part + other], product)
-        scale, zero = _scale_of(item[1 + part // SCALED], OFFSET, HAS_ZEROS)
+        scale, zero = _scale_of(item[1 + part // SCALED], S)
         totals += (product - zero * sums[part // SCALED]) * scale
     return totals
 
 
 @gluon.jit
 def _next_items(
-    items, packed, scales, tile, programs, share, SHARES: gl.constexpr, DEPTH: gl.constexpr,
-    UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
-    SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+    items, packed, scales, tile, programs, share, S: gl.constexpr, mma: gl.constexpr
 ):  # fmt: skip
     """Returns the items without the first, of a tile's unit number `share`, and with the one that
-    comes DEPTH items after it."""
+    comes S.depth items after it."""
+    DEPTH: gl.constexpr = S.depth
     later = ()
     for ahead in gl.static_range(1, DEPTH):
         later = later + (items[ahead],)
     item = _load_item(
-        packed, scales, tile + (share + DEPTH) // SHARES * programs, (share + DEPTH) % SHARES,
-        UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
+        packed, scales, tile + (share + DEPTH) // S.shares * programs, (share + DEPTH) % S.shares,
+        S, mma,
     )  # fmt: skip
     return later + (item,)
 
 
 @gluon.jit
 def _multiply_shares(
-    items, totals, x, packed, scales, tile, programs, rows, x_stride, SHARES: gl.constexpr,
-    DEPTH: gl.constexpr, INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr,
-    GROUP: gl.constexpr, WIDTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    SCALED: gl.constexpr, WARPS: gl.constexpr, MASKED: gl.constexpr, mma: gl.constexpr,
+    items, totals, x, packed, scales, tile, programs, rows, x_stride, S: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     """Returns totals plus the products of several units of each warp, and the items after them."""
+    SHARES: gl.constexpr = S.shares
     for share in gl.static_range(SHARES):
-        runs = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
-        sums = _sum_x(runs, SCALED, RUN, WARPS, mma)
-        totals = _multiply(items[0], runs, sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma)
-        items = _next_items(
-            items, packed, scales, tile, programs, share, SHARES, DEPTH, UNITS, RUN, GROUP, WIDTH,
-            SCALED, WARPS, mma,
-        )  # fmt: skip
+        runs = _load_x(x, share, rows, x_stride, S, mma)
+        totals = _multiply(items[0], runs, _sum_x(runs, S, mma), totals, S, mma)
+        items = _next_items(items, packed, scales, tile, programs, share, S, mma)
     return totals, items
 
 
@@ -339,39 +372,31 @@ def _store(place, low, high, has_low, has_high, GATED: gl.constexpr):
 def _kernel(
     x, packed, scales, norm, residual, out, rows, features, x_stride_8, residual_stride,
     out_stride, eps,
-    INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
-    WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr, PDL: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    S: gl.constexpr,
 ):  # fmt: skip
     """Computes every `num_programs`-th tile of 16 output features, from the program's number on.
 
-    Items, the loads of a tile's unit, are asked for DEPTH items ahead, also of the next tile.
+    Items, the loads of a tile's unit, are asked for S.depth items ahead, also of the next tile.
     """
+    WARPS: gl.constexpr = S.warps
+    DEPTH: gl.constexpr = S.depth
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    SHARES: gl.constexpr = (UNITS + WARPS - 1) // WARPS  # units of a warp
-    MASKED: gl.constexpr = SHARES * WARPS * PARTS * RUN != INPUTS
-    # runs that are scaled together
-    SCALED: gl.constexpr = 1 if GROUP == RUN else (4 if GROUP % (4 * RUN) == 0 else 2)
     first, programs = gl.program_id(0), gl.num_programs(0)
     x_stride = x_stride_8 * 8  # by which the compiler sees that rows are aligned
     items = ()
     for ahead in gl.static_range(DEPTH):
-        items = items + (
-            _load_item(
-                packed, scales, first + ahead // SHARES * programs, ahead % SHARES,
-                UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
-            ),
-        )  # fmt: skip
+        tile = first + ahead // S.shares * programs
+        items = items + (_load_item(packed, scales, tile, ahead % S.shares, S, mma),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     # with one unit for a warp x stays in registers
-    runs = _load_x(x, 0, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
+    runs = _load_x(x, 0, rows, x_stride, S, mma)
     factor = 1.0
     if HAS_NORM:
-        factor, runs = _norm_x(x, norm, runs, eps, INPUTS, RUN, WARPS, MASKED, mma)
-    sums = _sum_x(runs, SCALED, RUN, WARPS, mma)
+        factor, runs = _norm_x(x, norm, runs, eps, S, mma)
+    sums = _sum_x(runs, S, mma)
 
     layout: gl.constexpr = gl.BlockedLayout(
         [WARPS // 4, 1, 1], [4, 8, 1], [1, max(1, WARPS // 8), min(8, WARPS)], [1, 0, 2]
@@ -383,27 +408,23 @@ def _kernel(
     feature = gl.arange(0, 8, gl.SliceLayout(1, of_sum))[:, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, of_sum))[None, :]
     # after so many tiles of one unit the items are back in the registers where they began
-    ROUND: gl.constexpr = DEPTH if SHARES == 1 else 1
-    for begin in range(first, WIDTH // 16, ROUND * programs):
+    ROUND: gl.constexpr = DEPTH if S.shares == 1 else 1
+    for begin in range(first, S.width // 16, ROUND * programs):
         for turn in gl.static_range(ROUND):
             tile = begin + turn * programs
-            if turn == 0 or tile < WIDTH // 16:
+            if turn == 0 or tile < S.width // 16:
                 n = tile * (8 if GATED else 16) + feature
                 has_low, has_high = (n < features) & (row < rows), (n + 8 < features) & (row < rows)
                 if HAS_RESIDUAL:
                     place = residual + row * residual_stride + n
                     added_low, added_high = gl.load(place, has_low), gl.load(place + 8, has_high)
                 totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
-                if SHARES == 1:
-                    totals = _multiply(
-                        items[0], runs, sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
-                    )
+                if S.shares == 1:
+                    totals = _multiply(items[0], runs, sums, totals, S, mma)
                 else:
                     totals, items = _multiply_shares(
-                        items, totals, x, packed, scales, tile, programs, rows, x_stride, SHARES,
-                        DEPTH, INPUTS, UNITS, RUN, GROUP, WIDTH, OFFSET, HAS_ZEROS, SCALED, WARPS,
-                        MASKED, mma,
-                    )  # fmt: skip
+                        items, totals, x, packed, scales, tile, programs, rows, x_stride, S, mma
+                    )
                 sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
                 if HAS_NORM:
                     sum_low, sum_high = sum_low * factor, sum_high * factor
@@ -411,11 +432,8 @@ def _kernel(
                     sum_low += added_low.to(gl.float32)
                     sum_high += added_high.to(gl.float32)
                 _store(out + row * out_stride + n, sum_low, sum_high, has_low, has_high, GATED)
-            if SHARES == 1:
-                items = _next_items(
-                    items, packed, scales, tile, programs, 0, SHARES, DEPTH, UNITS, RUN, GROUP,
-                    WIDTH, SCALED, WARPS, mma,
-                )  # fmt: skip
+            if S.shares == 1:
+                items = _next_items(items, packed, scales, tile, programs, 0, S, mma)
 
 
 def few_rows_grouped(
@@ -450,8 +468,7 @@ def few_rows_grouped(
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
     """
-    rows, inputs = x.shape
-    shape = weight.features, weight.inputs
+    rows, shape = len(x), (weight.features, weight.inputs)
     out = product_output(x, shape, out, gated=gated, max_rows=MAX_ROWS)
     if not supports(x, weight):
         raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
@@ -462,10 +479,8 @@ def few_rows_grouped(
     _kernel[(min(weight.width // TILE, config.programs * multiprocessors(x.device)),)](
         x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
         rows, out.shape[1], x.stride(0) // 8, added.stride(0), out.stride(0), eps,
-        INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, WIDTH=weight.width,
-        WARPS=config.warps, DEPTH=config.depth, OFFSET=OFFSETS[x.dtype],
-        HAS_ZEROS=weight.has_zeros, HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, GATED=gated, PDL=pdl,
+        HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, GATED=gated, PDL=pdl,
+        S=GroupedSpec.of(weight, config, x.dtype),
         num_warps=config.warps, maxnreg=config.registers, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 import torch
 from aioinfer.kernels.few_rows_grouped import (
-    OFFSETS,
     FewRowsGroupedConfig,
+    GroupedSpec,
     _kernel,
     few_rows_grouped,
     few_rows_grouped_config,
@@ -40,10 +40,8 @@ def compile_kernel(
 ) -> CompiledKernel:
     """Compiles what `few_rows_grouped` launches."""
     constants = {
-        "INPUTS": weight.inputs, "UNITS": weight.units, "RUN": weight.run, "GROUP": weight.group,
-        "WIDTH": weight.width, "WARPS": config.warps, "DEPTH": config.depth,
-        "OFFSET": OFFSETS[DTYPES[dtype]], "HAS_ZEROS": weight.has_zeros, "HAS_NORM": normed,
-        "HAS_RESIDUAL": not gated, "GATED": gated, "PDL": True,
+        "HAS_NORM": normed, "HAS_RESIDUAL": not gated, "GATED": gated, "PDL": True,
+        "S": GroupedSpec.of(weight, config, DTYPES[dtype]),
     }  # fmt: skip
     types = {"packed": "*i16", "scales": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("x", "norm", "residual", "out"), f"*{dtype}")
