@@ -276,13 +276,6 @@ class _Progress:
                 self._report(self._done, self._total)
 
 
-def read_tensor(folder: Path, name: str) -> torch.Tensor:
-    """Returns one tensor of a checkpoint, whole. Raises `ConfigError` if it is not there."""
-    if name not in locate_tensors(folder):
-        raise ConfigError(f"{folder} does not hold the tensor {name}")
-    return read_tensors(folder, [name])[name]
-
-
 def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Returns tensors of a checkpoint that are there, whole."""
     located, found = locate_tensors(folder), {}

@@ -48,6 +48,7 @@ from aioinfer.worker.step_works import StepWorks
 from aioinfer.worker.warm_up import run_kinds
 from tests.automata import pack
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
+from tests.kernels.test_family_kernels import FAMILIES, SIZES
 from tests.tiny_models import tiny_model
 
 MAX_LEN, BLOCKS, MAX_TOKENS, MAX_LOOKAHEAD = 48, 3, 80, 5
@@ -124,8 +125,17 @@ class Server:
         groups = group_layers(
             [*model.kv_specs, *(self._drafter.kv_specs if self._drafter is not None else [])]
         )
-        kv = KVTensors(groups, [BLOCKS * num_slots], BLOCK_SIZE, torch.float32, CPU)
-        slots = Slots(num_slots, MAX_LEN, BLOCK_SIZE, vocab_size, CPU, 1, uses_kernels=True)
+        self._num_groups, keeps_states = len(groups), any(group.keeps_states for group in groups)
+        self._looks_ahead = not keeps_states or model.looks_ahead(BLOCK_SIZE)
+        replays = keeps_states and self._looks_ahead
+        if replays:
+            self._backend.saved_rows = num_slots, MAX_LOOKAHEAD
+        num_blocks = [BLOCKS * num_slots] * len(groups)
+        kv = KVTensors(groups, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+        slots = Slots(
+            num_slots, MAX_LEN, BLOCK_SIZE, vocab_size, CPU, len(groups), uses_kernels=True,
+            has_rotary_offsets=model.has_rotary_sections, has_state_lens=replays,
+        )  # fmt: skip
         rows = num_slots + MAX_LOOKAHEAD
         of_model, of_drafter = kv.divided(len(model.layer_numbers))
         model.bind(*of_model, BLOCK_SIZE, rows, MAX_TOKENS, programs=3)
@@ -149,7 +159,9 @@ class Server:
     def warm_up(self) -> None:
         """Does what `GpuWarmUp.compile` does."""
         blocks = BLOCKS * self.num_slots
-        steps = DummySteps(self.runner, 1, BLOCK_SIZE, self.vocab_size, blocks, MAX_TOKENS)
+        steps = DummySteps(
+            self.runner, self._num_groups, BLOCK_SIZE, self.vocab_size, blocks, MAX_TOKENS
+        )
         longest = min(MAX_LEN - 8, MAX_TOKENS // self.num_slots)
         largest, model = steps.largest_plan([longest] * self.num_slots), self.runner.model
         for run in (
@@ -176,7 +188,7 @@ class Server:
         for slot in [slot for slot in lengths if lengths[slot] > MAX_LEN - 4 or rng.random() < 0.1]:
             del lengths[slot]
         decoding = rng.sample(list(lengths), rng.randint(min(1, len(lengths)), len(lengths)))
-        if decoding and rng.random() < 0.4:
+        if self._looks_ahead and decoding and rng.random() < 0.4:
             self._look_ahead(decoding[:MAX_LOOKAHEAD])
             return
         free = [slot for slot in range(self.num_slots) if slot not in lengths]
@@ -212,9 +224,13 @@ class Server:
         none, blocks = ids(), np.arange(BLOCKS, dtype=np.int32)
         tables = [none] * 3
         if new:
-            of_slots = np.repeat(ids(*new), BLOCKS)
+            of_slots, count = np.repeat(ids(*new), BLOCKS), self._num_groups
+            first_lines = np.arange(count, dtype=np.int32)[:, None] * self.num_slots
             indices = np.tile(blocks, len(new))
-            tables = [of_slots, indices, BLOCKS * of_slots + indices]
+            tables = [
+                (first_lines + of_slots).reshape(-1),
+                *(np.tile(each, count) for each in (indices, BLOCKS * of_slots + indices)),
+            ]
         sections += self._features(len(slots))
         none_ahead, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.int32)
         looks_ahead = any(isinstance(section, LookaheadRows) for section in sections)
@@ -253,9 +269,19 @@ class Server:
         return np.stack([pack(np.ones(self.vocab_size, np.bool_))] * count)
 
 
+def check_warm_up(server: Server, steps: int) -> None:
+    with recording() as warm:
+        server.warm_up()
+    with recording() as served:
+        for _ in range(steps):
+            server.step()
+    assert len(served) > 10
+    assert not served - warm, "\n".join(sorted(served - warm))
+
+
 @pytest.mark.parametrize(
     ("num_slots", "vocab_size", "steps", "num_adapters", "drafts"),
-    [(1, 100, 36, 0, False), (6, 96, 25, 0, False), (4, 96, 25, 2, False), (3, 97, 25, 0, True)],
+    [(1, 100, 36, 0, False), (6, 96, 25, 0, False), (4, 96, 18, 2, False), (3, 97, 25, 0, True)],
 )
 def test_the_warm_up_has_all_variants(
     num_slots: int, vocab_size: int, steps: int, num_adapters: int, drafts: bool, tmp_path: Path,
@@ -273,11 +299,17 @@ def test_the_warm_up_has_all_variants(
             "llama", tmp_path / "small", vocab_size=vocab_size - 8, hidden_size=64, head_dim=64,
             num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
         )  # fmt: skip
-    server = Server(tmp_path, num_slots, vocab_size, num_adapters, small)
-    with recording() as warm:
-        server.warm_up()
-    with recording() as served:
-        for _ in range(steps):
-            server.step()
-    assert len(served) > 15
-    assert not served - warm, "\n".join(sorted(served - warm))
+    check_warm_up(Server(tmp_path, num_slots, vocab_size, num_adapters, small), steps)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("num_slots", [3, 6])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_warm_up_has_all_variants_of_a_family(
+    name: str, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KernelDenseWeight, "_programs", 3)  # of a GPU
+    family, fields = FAMILIES[name]
+    fields = {**SIZES, "num_key_value_heads": 1, **fields}
+    tiny_model(family, tmp_path, **fields)
+    check_warm_up(Server(tmp_path, num_slots, fields["vocab_size"]), 14)

@@ -64,11 +64,6 @@ class EmbeddingCache:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def num_used(self) -> int:
-        """Rows with an embedding."""
-        return self.capacity - self._num_free
-
     def use(self, key: bytes) -> I32:
         """Returns the rows of a picture that is there, which becomes the most recently used."""
         self._rows.move_to_end(key)
