@@ -353,9 +353,8 @@ def _tensor_kernel(
             0.0,
         )
         totals = _add_step(
-            totals, w.to(value.dtype), value, scales, lines, begin // S.group, inside, groups,
-            S,
-        )  # fmt: skip
+            totals, w.to(value.dtype), value, scales, lines, begin // S.group, inside, groups, S
+        )
         if S.gated:
             up_w = tl.load(up_place + begin, mask, 0.0)
             up_totals = _add_step(
