@@ -4,7 +4,9 @@ warm-up, so that none is compiled while it serves.
 Triton compiles a kernel anew for each combination of constants, dtypes, pointers and integers that
 16 divides, and integers that are 1. In its interpreter nothing is compiled: the combinations are
 those that it would distinguish for a Hopper GPU. What depends on the GPU itself, as the choice of
-a product's kernel does, is not seen here; `tests/gpu/test_compilation.py` runs on one.
+a product's kernel does, is not seen here; `tests/gpu/test_compilation.py` runs on one. There a
+kernel that the warm-up lacks is only found by the first server of a process that needs it: the next
+one has it in memory.
 """
 
 from __future__ import annotations
