@@ -190,8 +190,8 @@ def _count_rows(values, buffer, rows, num_rows, AT_LEAST: tl.constexpr, CHUNK: t
     count = rows * 0
     for begin in range(0, num_rows, CHUNK):
         other = begin + tl.arange(0, CHUNK)
-        theirs = tl.load(buffer + other, other < num_rows, -1, volatile=True)[None, :]
-        is_like = theirs >= values[:, None] if AT_LEAST else values[:, None] == theirs
+        other_values = tl.load(buffer + other, other < num_rows, -1, volatile=True)[None, :]
+        is_like = other_values >= values[:, None] if AT_LEAST else values[:, None] == other_values
         count += tl.sum(is_like.to(tl.int32), axis=1)
     tl.debug_barrier()
     return count
@@ -202,7 +202,7 @@ def _model_row(
     tables, limits, buffer, rows, num_rows, MIN_ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Returns the row whose beginning the most others seem to share, and the reads of blocks that
-    this saves: by its blocks at the indices 0, 1, 3, 7 ..., as far as `limits` [ROWS_PAD]."""
+    this saves: by its blocks at the indices 0, 1, 3, 7 ..., of the first `limits` [ROWS_PAD]."""
     gain = rows * 0
     depth = num_rows * 0 + 1
     while depth <= tl.max(limits):
@@ -222,13 +222,13 @@ def _common_blocks(tables, model_table, longest, limits, agrees, CHUNK: tl.const
     begin = longest * 0
     while begin < tl.max(common):
         index = begin + tl.arange(0, CHUNK)
-        theirs = tl.load(model_table + index, index < longest, -1)
-        mine = tl.load(
+        model_blocks = tl.load(model_table + index, index < longest, -1)
+        row_blocks = tl.load(
             tables[:, None] + index[None, :],
             agrees[:, None] & (index[None, :] < common[:, None]),
             -1,
         )
-        differs = tl.where(mine != theirs[None, :], index[None, :], 2**30)
+        differs = tl.where(row_blocks != model_blocks[None, :], index[None, :], 2**30)
         common = tl.minimum(common, tl.min(differs, axis=1))
         begin += CHUNK
     return common

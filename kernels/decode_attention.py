@@ -125,8 +125,8 @@ def _write_part(m, l, acc, parts, entry, g, SHAPE: tl.constexpr, LINES: tl.const
 def _write_output(
     m, l, acc, out, out_stride, row, head, is_head, v_scale, sinks, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Writes the outputs of lines of queries whose softmax has seen all keys: of rows and query
-    heads [N], counted from `out` and from `sinks`, which join the sums."""
+    """Writes the outputs of a tile of queries whose softmax has seen all keys. Its lines are query
+    heads `head` [N] of rows `row` [N], from the row of `out` on; the sinks join the sums."""
     d = tl.arange(0, SHAPE.pad)
     if sinks is not None:
         l = add_sinks(m, l, sinks, head, is_head)
@@ -308,8 +308,8 @@ def _attend(
 ):  # fmt: skip
     """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
     added. Only keys among the first `cached` of `seq_len` count; of `joined` rows that are computed
-    together these are the last one's. `lines` are the row, of these, and the query head of each
-    line of a tile of queries, and whether there is such a one."""
+    together these are the last one's. `lines` are of each line of the tile of queries the row among
+    the joined rows, the query head, and whether the line has a query."""
     keys, values, k_strides, v_strides = _tile_source(cache, TILES)
     member, heads, is_head = lines
     behind = joined - 1 - member  # how many keys each line has less

@@ -48,8 +48,8 @@ def delta_decode_config(shape: DeltaShape) -> DeltaDecodeConfig:
 
 @triton.jit
 def channels_of(head, SHAPE: tl.constexpr):
-    """Returns the mixed channels of a value head: those of its query and of its key [key_pad], and
-    of its values [value_pad]."""
+    """Returns the mixed channels of a value head: of its query and of its key [key_pad], and of its
+    values [value_pad]."""
     KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
     query = head // SHAPE.group * SHAPE.key_size + tl.arange(0, SHAPE.key_pad)
     key = KEYS + query
@@ -67,8 +67,8 @@ def tile_of(head, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_decays(source, head, SHAPE: tl.constexpr):
-    """Returns the numbers of a value head's decays from those of all heads, in float32: one, or by
-    channel [key_pad]."""
+    """Returns what `source` has for a value head's decays, in float32: one number, or by channel
+    [key_pad]."""
     if SHAPE.by_channel:
         i = tl.arange(0, SHAPE.key_pad)
         loaded = tl.load(source + head * SHAPE.key_size + i, i < SHAPE.key_size, 0.0)

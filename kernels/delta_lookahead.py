@@ -200,7 +200,7 @@ def _delta_lookahead_kernel(
     window, window_targets = _states_of(
         windows, window_stride, window_table, start, first, last, SHAPE.block_size
     )
-    matrix, targets = _states_of(
+    matrix, matrix_targets = _states_of(
         matrices, matrix_stride, matrix_table, start, first, last, SHAPE.block_size
     )
 
@@ -226,8 +226,9 @@ def _delta_lookahead_kernel(
         # rounded after each token, whatever the number of tokens in the step
         stored = state.to(matrices.dtype.element_ty)
         state = stored.to(tl.float32)
-        if (t == first) | (t == targets.end):
-            target = tl.where(t == first, targets.after_row, targets.after_end) + end_offset
+        if (t == first) | (t == matrix_targets.end):
+            target = tl.where(t == first, matrix_targets.after_row, matrix_targets.after_end)
+            target += end_offset
             tl.store(target + (i[:, None] * SHAPE.value_size + j[None, :]), stored, is_state)
         o = gated_output(o, gate, norm_weight, weights.norm_eps, SHAPE)
         out_places = out + (token + t - first) * out_stride + head * SHAPE.value_size + j

@@ -431,8 +431,10 @@ def route(
     config = config or routing_config(tokens, experts, x.element_size())
     if shared is not None and (copies is not None or local is not None):
         raise ValueError("an expert that all tokens take has neither copies nor other ranks")
-    _check_route(x, weight, rule, config, normed=norm_weight is not None)
+    _check_route(x, weight, rule)
     padded, is_few = padded_experts(experts), isinstance(config, FewTokensConfig)
+    if norm_weight is not None and not is_few:
+        raise ValueError(f"{config} does no norm")
     parts, tiles = _grid(tokens, experts, config)
     size = tokens * padded if parts > 1 or is_few else 1
     logits = x.new_empty(size, dtype=torch.float32)
@@ -470,12 +472,9 @@ def route(
     return RoutedTokens(weights, chosen, *filled, local, norm_factors)
 
 
-def _check_route(
-    x: torch.Tensor, weight: torch.Tensor, rule: RoutingRule,
-    config: RoutingConfig | FewTokensConfig, *, normed: bool,
-) -> None:  # fmt: skip
+def _check_route(x: torch.Tensor, weight: torch.Tensor, rule: RoutingRule) -> None:
     """Raises ValueError where these arguments of `route` do not fit."""
-    tokens, experts = len(x), rule.num_experts
+    experts = rule.num_experts
     if weight.shape != (experts, x.shape[1]) or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(
             f"x must be [T, H] with contiguous rows and weight [{experts}, H], not "
@@ -483,21 +482,19 @@ def _check_route(
         )
     if not supports_rule(rule):
         raise ValueError(f"{rule} is not supported")
-    is_few = isinstance(config, FewTokensConfig)
-    parts, tiles = _grid(tokens, experts, config)
-    if (parts > 1 or is_few) and tiles > MAX_SHARED_TILES:
-        raise ValueError(f"{tokens} tokens are too many for {config}")
-    if normed and not is_few:
-        raise ValueError(f"{config} does no norm")
 
 
 def _grid(tokens: int, experts: int, config: RoutingConfig | FewTokensConfig) -> tuple[int, int]:
     """Returns among how many programs the experts are divided, and how many tiles of tokens there
-    are."""
+    are. Raises ValueError if there are too many tokens for the configuration."""
     parts = padded_experts(experts) // config.experts
     if isinstance(config, FewTokensConfig):
-        return parts, tokens
-    return parts, triton.cdiv(tokens, config.tokens)
+        tiles, is_shared = tokens, True
+    else:
+        tiles, is_shared = triton.cdiv(tokens, config.tokens), parts > 1
+    if is_shared and tiles > MAX_SHARED_TILES:
+        raise ValueError(f"{tokens} tokens are too many for {config}")
+    return parts, tiles
 
 
 def _configured(config: RoutingConfig | FewTokensConfig) -> dict[str, Any]:

@@ -132,8 +132,8 @@ def other_configs(
 
 @triton.jit
 def _load_rows(place, ahead, begin, mask, GATED: tl.constexpr):
-    """Returns the rows of a matrix at `place`, from column `begin` on, and with a gate those of its
-    second half, `ahead` elements further, else the same ones."""
+    """Returns the rows of a matrix at `place`, from column `begin` on, and with a gate the rows of
+    its second half, `ahead` elements further; without a gate the first rows twice."""
     rows = tl.load(place + begin, mask, 0.0)
     up_rows = rows
     if GATED:

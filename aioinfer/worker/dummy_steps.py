@@ -100,8 +100,8 @@ class DummySteps:
         greedy = dummy_admission(1, prompt_len, SamplingParams(temperature=0))
         admissions = [dummy_admission(0, prompt_len, EVERYTHING, banned=(1,)), greedy][:rows]
         lengths = [prompt_len] * rows
-        sections = runner.works.dummy_sections(range(rows), lengths)
         self.run(self._admit(lengths, admissions))
+        sections = runner.works.dummy_sections(range(rows), lengths)
         self.run(self._admit(lengths, admissions, sections))
         if drafting := self._lookahead_rows(rows):  # not every step is one that a drafter follows
             self.run(self._admit(lengths, admissions, [*sections, *drafting]))
@@ -162,17 +162,14 @@ class DummySteps:
             dummy_admission(slot, length, EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
-        return self._admit(lengths, admissions, self._features(lengths), self.fewest_blocks)
+        rows = len(lengths)
+        sections = self.runner.works.dummy_sections(range(rows), lengths)
+        features = [*sections, *self._lookahead_rows(rows)]
+        return self._admit(lengths, admissions, features, self.fewest_blocks)
 
     def run(self, plan: StepPlan) -> None:
         """Executes a plan; a message that late rows wait for has all bits set."""
         self.runner.step(plan, self._all_bits).wait()
-
-    def _features(self, lengths: Sequence[int]) -> list[Section]:
-        """Returns the sections of all features, for prompts of these lengths in the first slots."""
-        rows = len(lengths)
-        sections = self.runner.works.dummy_sections(range(rows), lengths)
-        return [*sections, *self._lookahead_rows(rows)]
 
     def _lookahead_rows(self, rows: int) -> list[Section]:
         """Returns the section by which a drafter drafts behind a step without drafts; none without
