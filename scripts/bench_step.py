@@ -15,7 +15,10 @@ of its results. `--trace` writes the start and end of every step in microseconds
 `--prompts NxT@K`, steps of each number of streams (0: none) beside chunks of T tokens of N prompts,
 the same in every step; each chunk begins behind K tokens (without `@K` at the first token). "GPU
 ms" is then the time in which any kernel ran, by torch's profiler, in a few steps more. `--kernels`
-adds the profiler's figures for each kernel: launches in a step, and microseconds.
+adds the profiler's figures for each kernel, by the kernel that was launched before it: launches in
+a step, the microseconds of one, and by how many of them it ended later than all before it ("adds").
+A kernel that is launched as a programmatic dependent waits within its own time, so that only these
+parts add up to the time of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import statistics
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -172,28 +175,48 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
     return perf_counter() - began, host
 
 
-def observe(
-    worker: Worker, plans: Sequence[StepPlan]
-) -> tuple[float, dict[str, tuple[float, float]]]:
+@dataclass(frozen=True)
+class KernelTime:
+    """What the launches of a kernel behind another one took.
+
+    Attributes:
+        name, before: of the kernel, and of the one that was launched before it.
+        launches: a step.
+        us: mean microseconds from the start of a launch to its end.
+        added_us: mean microseconds by which a launch ended later than all before it.
+    """
+
+    name: str
+    before: str
+    launches: float
+    us: float
+    added_us: float
+
+
+def observe(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[KernelTime]]:
     """Executes plans under torch's profiler.
 
-    Returns the microseconds in which some kernel ran, and of each kernel the launches a step and
-    the mean microseconds of a launch.
+    Returns the microseconds in which some kernel ran, and the times of each kernel, those that add
+    most to a step first.
     """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         drive(worker, plans)
         torch.cuda.synchronize()
     ran = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    busy, last = 0.0, 0.0
-    times: dict[str, list[float]] = defaultdict(list)
+    busy, last, before = 0.0, 0.0, ""
+    times: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for event in sorted(ran, key=lambda event: event.time_range.start):
         span = event.time_range
         busy += max(0.0, span.end - max(span.start, last))
-        last = max(last, span.end)
-        times[event.name].append(span.end - span.start)
-    return busy, {
-        name: (len(spans) / len(plans), statistics.mean(spans)) for name, spans in times.items()
-    }
+        if last:  # the first one has none before it
+            added = max(0.0, span.end - last)
+            times[event.name, before].append((span.end - span.start, added))
+        last, before = max(last, span.end), event.name
+    kernels = [
+        KernelTime(*names, len(spans) / len(plans), *map(statistics.mean, zip(*spans, strict=True)))
+        for names, spans in times.items()
+    ]
+    return busy, sorted(kernels, key=lambda kernel: -kernel.launches * kernel.added_us)
 
 
 def mix(worker: Worker, rows: int, context: int, first: int, chunks: Chunks) -> dict[str, object]:
@@ -253,7 +276,7 @@ def decode(
         "idle_share": sum(gaps) / (trace[-1][1] - trace[0][0]),
         "host_us": statistics.median(host) * 1e6,
         "trace_us": trace,
-        "kernels": observe(worker, plans[:PROFILED_STEPS])[1] if kernels else {},
+        "kernels": observe(worker, plans[:PROFILED_STEPS])[1] if kernels else [],
     }
 
 
@@ -278,18 +301,21 @@ def show(title: str, results: Sequence[dict[str, object]]) -> None:
 
 
 def show_kernels(results: Sequence[dict[str, Any]]) -> None:
-    """Prints the kernels of each result, the longest first."""
+    """Prints the kernels of each result, those that add most to a step first."""
     for result in results:
         table = Table(
             title=f"{result['rows']} streams, prompts {result.get('prompts', 'none')}",
             title_justify="left",
         )
-        for name in ("kernel", "launches", "us", "ms a step"):
-            table.add_column(name, justify="left" if name == "kernel" else "right")
-        for name, (count, mean) in sorted(
-            result["kernels"].items(), key=lambda item: -item[1][0] * item[1][1]
-        )[:SHOWN_KERNELS]:
-            table.add_row(name[:70], f"{count:g}", f"{mean:.2f}", f"{count * mean / 1e3:.3f}")
+        for name in ("kernel", "after"):
+            table.add_column(name, no_wrap=True)
+        for name in ("launches", "us", "adds us", "ms a step"):
+            table.add_column(name, justify="right")
+        for kernel in result["kernels"][:SHOWN_KERNELS]:
+            table.add_row(
+                kernel.name[:46], kernel.before[:24], f"{kernel.launches:g}", f"{kernel.us:.2f}",
+                f"{kernel.added_us:.2f}", f"{kernel.launches * kernel.added_us / 1e3:.3f}",
+            )  # fmt: skip
         Console(width=120).print(table)
 
 
@@ -341,7 +367,7 @@ def main() -> None:
     if arguments.kernels:
         show_kernels(results)
     if arguments.trace:
-        arguments.trace.write_text(json.dumps(results), "utf-8")
+        arguments.trace.write_text(json.dumps(results, default=asdict), "utf-8")
 
 
 if __name__ == "__main__":
