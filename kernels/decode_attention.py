@@ -8,7 +8,10 @@ results in turn (`store_part`), always in the same order.
 The kernel can take the output of the fused qkv projection as it is (`Projection`): each program
 applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
 with the row's newest key as well, starts its softmax with it, and writes it to the cache. That
-saves a launch and a round trip through memory in every layer of a decode step.
+saves a launch and a round trip through memory in every layer of a decode step. Where the step
+caches no other keys, those before the newest are there when it begins. So with few rows
+(`_loads_early`) a program asks for its first tiles before the kernel before has ended, and begins
+the row behind them: only the newest token is waited for.
 
 Where many rows share a prefix, its keys may be read once for all of them (`cascade_attention`): a
 row then begins behind the prefix, with the softmax's state of the prefix.
@@ -69,6 +72,8 @@ class DecodeTiles(NamedTuple):
         fp16_operands, paired: whether keys and values are converted to float16, and read as words
             of two channels: see `DecodeConfig`.
         by_assembly: see `paired_channels`.
+        early: whether the first tiles of a row are asked for before the row begins: see
+            `_loads_early`.
     """
 
     rows: int
@@ -79,6 +84,7 @@ class DecodeTiles(NamedTuple):
     fp16_operands: bool
     paired: bool
     by_assembly: bool
+    early: bool = False
 
 
 def _uses_fp16(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor) -> bool:
@@ -91,6 +97,14 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
     """Whether tiles are read as words of two channels: see `DecodeConfig`."""
     is_float16 = queries.dtype == torch.float16 or _uses_fp16(config, queries, cache)
     return config.paired_channels and is_float16 and cache.dtype == torch.float8_e4m3fn
+
+
+def _loads_early(rows: int, kv_heads: int, programs: int) -> bool:
+    """Whether programs ask for keys and values before a row begins. Of one stream that takes 2 us
+    from a launch on an H200. But the queries then come into being within the loop over tiles, where
+    each step converts them to the layout of the product: programs that begin many rows take longer
+    (notes/decode-attention.md)."""
+    return 2 * rows * kv_heads <= programs
 
 
 @triton.jit
@@ -303,27 +317,41 @@ def _tile_source(cache, TILES: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, m, l, acc, cache, table, head, lines, begin, end, cached, seq_len, joined, scale,
-    scores, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    query, m, l, acc, start, begin, end, seq_len, joined, scores, is_first,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
     added. Only keys among the first `cached` of `seq_len` count; of `joined` rows that are computed
-    together these are the last one's. `lines` are of each line of the tile of queries the row among
-    the joined rows, the query head, and whether the line has a query."""
+    together these are the last one's.
+
+    `start` are the arguments of `_start_row`, which has been called, or is called with TILES.early
+    once the first tiles are asked for; a program's first row then waits for the kernel before."""
+    _, table, _, head, lines, cached, _, scale, cache = start
     keys, values, k_strides, v_strides = _tile_source(cache, TILES)
     member, heads, is_head = lines
     behind = joined - 1 - member  # how many keys each line has less
     slopes = None if scores.slopes is None else load_slopes(scores.slopes, heads, is_head)
     width: tl.constexpr = 2 if TILES.paired else 1  # channels of an element of a tile
     TILE: tl.constexpr = TILES.tile
+    last = tl.minimum(end, (cached + TILE - 1) // TILE)
+    if TILES.early:
+        last = tl.maximum(last, begin + 1)  # a row begins also where no key is cached
     if TILES.paired:
         q_even, q_odd = split_channels(query)
         even, odd = split_channels(acc)
-    for index in range(begin, tl.minimum(end, (cached + TILE - 1) // TILE)):
+    for index in range(begin, last):
         key, value, position = load_tile(
             keys, values, table, index, cached, head, k_strides, v_strides, SHAPE.size // width,
             SHAPE.pad // width, SHAPE.block_size, TILE,
         )  # fmt: skip
+        if TILES.early:  # noqa: SIM102  (known when it is compiled)
+            if index == begin:
+                if is_first:
+                    wait_for_kernel(PDL)
+                query, m, l, acc = _start_row(start, scores.soft_cap, SHAPE, ROTATION, TILES)
+                if TILES.paired:
+                    q_even, q_odd = split_channels(query)
+                    even, odd = split_channels(acc)
         if TILES.joined > 1:
             from_end = seq_len - 1 - position[None, :] - behind[:, None]
             visible = from_end >= 0
@@ -358,21 +386,36 @@ def _norm_weights(rotation, SHAPE: tl.constexpr, ROTATION: tl.constexpr):
 
 
 @triton.jit
-def _queries_and_state(
-    queries, table, row, head, lines, cached, is_last, scale, soft_cap, cache,
-    SHAPE: tl.constexpr, ROTATION: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Returns the queries [TILES.rows, SHAPE.pad] of the (row, query head) pairs `lines`, and the
-    state of the softmax before the keys of the cache: empty, or that of `_begin_row`, which has
-    the newest key."""
+def _no_row(queries, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Returns queries [TILES.rows, SHAPE.pad] that are zero, and the state m, l and acc of a
+    softmax that has seen no key."""
     ROWS: tl.constexpr = TILES.rows
     TILE: tl.constexpr = TILES.tile
     PAD: tl.constexpr = SHAPE.pad
+    query = tl.zeros([ROWS, PAD], queries[0].dtype.element_ty)
+    if TILES.fp16_operands:
+        query = query.to(tl.float16)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    return query, m, tl.zeros([ROWS, TILE], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
+
+
+@triton.jit
+def _start_row(
+    start, soft_cap, SHAPE: tl.constexpr, ROTATION: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Returns the queries [TILES.rows, SHAPE.pad] of a row, or of joined ones, and the state of the
+    softmax before the keys of the cache: empty, or that of `_begin_row`, which has the newest key.
+
+    `start`: of the queries, see `_decode_kernel`; the row's block table; the row and the KV head;
+    of each line of the tile of queries the row among the joined rows, the query head, and whether
+    there is such a one; how many keys are cached; whether the newest one is added; the factor of
+    scores; the cache.
+    """
+    PAD: tl.constexpr = SHAPE.pad
+    queries, table, row, head, lines, cached, is_last, scale, cache = start
     q, q_stride, positions, axis_stride, rotation, norms = queries
     line = q + row.to(tl.int64) * q_stride
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS, TILE], tl.float32)
-    acc = tl.zeros([ROWS, PAD], tl.float32)
+    query, m, l, acc = _no_row(queries, SHAPE, TILES)
     if ROTATION is not None:
         query, m, l, acc = _begin_row(
             line, table, row, cached, head, is_last, positions, axis_stride, rotation, norms, m, l,
@@ -429,7 +472,8 @@ def _decode_kernel(
         if rotation.q_weight is not None:
             norms = _norm_weights(rotation, SHAPE, ROTATION)
     queries = (q, q_stride, positions, axis_stride, rotation, norms)
-    wait_for_kernel(PDL)
+    if not TILES.early:
+        wait_for_kernel(PDL)
     while todo > 0:
         first, tiles = tile_range(seq_len, TILES.window, TILES.tile, joined)
         if prefix is not None:
@@ -444,16 +488,19 @@ def _decode_kernel(
             scale = scores.scale * tl.load(cache.scales + head)
             v_scale = tl.load(cache.scales + SHAPE.kv_heads + head)
         cached = seq_len if ROTATION is None else tl.maximum(seq_len - 1, 0)
-        query, m, l, acc = _queries_and_state(
-            queries, table, row, head, lines, cached, (end == tiles) & (seq_len > 0), scale,
-            scores.soft_cap, cache, SHAPE, ROTATION, TILES,
+        start = (
+            queries, table, row, head, lines, cached, (end == tiles) & (seq_len > 0), scale, cache,
         )  # fmt: skip
+        if TILES.early:
+            query, m, l, acc = _no_row(queries, SHAPE, TILES)
+        else:
+            query, m, l, acc = _start_row(start, scores.soft_cap, SHAPE, ROTATION, TILES)
         if prefix is not None:  # noqa: SIM102  (`shared` exists with it only)
             if (tile == 0) & (shared > 0):
                 m, l, acc = add_prefix(m, l, acc, prefix, row, head, SHAPE, PREFIX)
         m, l, acc = _attend(
-            query, m, l, acc, cache, table, head, lines, first + tile, first + end, cached,
-            seq_len, joined, scale, scores, SHAPE, TILES,
+            query, m, l, acc, start, first + tile, first + end, seq_len, joined, scores,
+            at == program * span, SHAPE, ROTATION, TILES, PDL,
         )  # fmt: skip
         _write_result(
             m, tl.sum(l, axis=1), acc, parts, out, out_stride, row, head, lines, joined, program,
@@ -484,6 +531,7 @@ def launch_decode(
     scores: ScoreArguments,
     scales: torch.Tensor | None = None,
     projection: Projection | None = None,
+    only_newest: bool = False,
     pdl: bool = False,
 ) -> None:
     """Launches the decode kernel; arguments as checked by `paged_attention`."""
@@ -498,12 +546,15 @@ def launch_decode(
             source, block_tables, seq_lens, cascade, cache, scores, rotation, shape,
             fp16_operands=fp16_operands, pdl=pdl,
         )  # fmt: skip
+    programs = workspace.plan.shape[0]
+    may_be_early = only_newest and projection is not None and cascade is None
     tiles = DecodeTiles(
         tile_lines(shape.group), config.tile, workspace.max_joined, workspace.window,
         workspace.splits, fp16_operands,
         _uses_pairs(config, source.qkv, k_cache), source.qkv.is_cuda,
+        may_be_early and _loads_early(out.shape[0], shape.kv_heads, programs),
     )  # fmt: skip
-    _decode_kernel[(workspace.plan.shape[0],)](
+    _decode_kernel[(programs,)](
         source.qkv, out, source.qkv.stride(0), out.stride(0), source.positions, source.axis_stride,
         block_tables, block_tables.stride(0), seq_lens, workspace.plan, workspace.parts, cache,
         scores, rotation, None if cascade is None else cascade.arguments, workspace.joined,

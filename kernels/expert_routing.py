@@ -197,10 +197,10 @@ def tile_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConf
         return RoutingConfig(16, part, 64 if wide else 256, 4, 4, by_keys=True)
     is_many = num_experts > _MANY_EXPERTS
     if tokens <= 256:
-        if is_many and not wide:
-            step, stages = (512, 3) if tokens <= 128 else (256, 4)
-            return RoutingConfig(16, 16, step, 4, stages, by_keys=True)
-        return RoutingConfig(16, 16, 64 if wide else 128, 4, 4, by_keys=True)
+        # in a step the router's weight comes from memory, not from the L2 cache: larger stages
+        large = is_many == (tokens <= 128)
+        step, stages = (64, 4) if wide else (512, 3) if large else (256, 4)
+        return RoutingConfig(16, 16, step, 4, stages, by_keys=True)
     if tokens <= 16 * MAX_SHARED_TILES:
         return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4, by_keys=is_many)
     tile = 64 if padded <= 128 and not wide else 32 if padded <= 256 else 16

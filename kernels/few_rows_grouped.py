@@ -39,6 +39,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Columns of an mma instruction.
 MAX_ROWS = 8
+#: Inputs of a row that a program norms, which it holds in registers.
+MAX_NORMED_INPUTS = 16384
 PARTS = gl.constexpr(4)  # runs of a unit
 LOG2_E = gl.constexpr(1.4426950408889634)
 #: The offset that an integer gets when its bits are written below the bits of a number.
@@ -141,13 +143,9 @@ def supports(x: torch.Tensor, weight: PackedGroups) -> bool:
     )
 
 
-def fuses_norm(
-    rows: int, weight: PackedGroups, dtype: torch.dtype, config: FewRowsGroupedConfig | None = None
-) -> bool:
-    """Whether the kernel computes the RMSNorm itself: of one row, where each warp has one unit. In
-    float16 the product of x and the norm's weight, which is scaled afterwards, may overflow."""
-    warps = (config or few_rows_grouped_config(weight)).warps
-    return rows == 1 and weight.units <= warps and dtype == torch.bfloat16
+def fuses_norm(rows: int, weight: PackedGroups) -> bool:
+    """Whether the kernel computes the RMSNorm itself: of one row, which each program norms."""
+    return rows == 1 and weight.inputs <= MAX_NORMED_INPUTS
 
 
 @gluon.jit
@@ -195,9 +193,10 @@ def _unit_of(warp, share, S: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(x, share, rows, stride, S: gl.constexpr, mma: gl.constexpr):
+def _load_x(x, normed, share, rows, stride, S: gl.constexpr, mma: gl.constexpr):
     """Returns x for each run of each warp's unit number `share`, right operands [WARPS, R, 8], of
-    which columns beyond the last row repeat it."""
+    which columns beyond the last row repeat it; of one row `normed` may be what `_norm_row`
+    returned, and else None."""
     RUN: gl.constexpr = S.run
     WARPS: gl.constexpr = S.warps
     wide: gl.constexpr = gl.DotOperandLayout(1, mma, RUN // 8)
@@ -211,7 +210,10 @@ def _load_x(x, share, rows, stride, S: gl.constexpr, mma: gl.constexpr):
     runs = ()
     for part in gl.static_range(PARTS):
         first = (share * WARPS * PARTS + part) * RUN
-        if S.masked:
+        if normed is not None:
+            value = normed[share * PARTS + part].load(gl.SliceLayout(2, wide))
+            value = value[:, :, None].broadcast_to([WARPS, RUN, 8])
+        elif S.masked:
             value = gl.load(place + first, k + first < S.inputs, 0.0)
         else:
             value = gl.load(place + first)
@@ -222,20 +224,44 @@ def _load_x(x, share, rows, stride, S: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def _norm_x(x, norm, runs, eps, S: gl.constexpr, mma: gl.constexpr):
-    """Returns the reciprocal of one row's root mean square, and its runs times the norm's
-    weights."""
-    weights = _load_x(norm, 0, 1, 0, S, mma)
-    WARPS: gl.constexpr = S.warps
+def _load_row(vector, S: gl.constexpr):
+    """Returns a vector of S.inputs numbers as its runs [WARPS, R], in the order of `_load_x`'s."""
     RUN: gl.constexpr = S.run
-    squares = gl.zeros([WARPS, RUN, 8], gl.float32, gl.DotOperandLayout(1, mma, 2))
-    scaled = ()
-    for part in gl.static_range(PARTS):
-        value = runs[part].to(gl.float32)
-        squares += value * value
-        scaled = scaled + ((value * weights[part].to(gl.float32)).to(x.dtype.element_ty),)
-    square = gl.sum(gl.max(gl.sum(squares, 1), 1), 0)  # all columns are equal
-    return gl.rsqrt(square / S.inputs + eps), scaled
+    WARPS: gl.constexpr = S.warps
+    layout: gl.constexpr = gl.BlockedLayout([1, RUN // 32], [1, 32], [WARPS, 1], [1, 0])
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
+    word = gl.arange(0, RUN, gl.SliceLayout(0, layout))[None, :]
+    k = warp * (PARTS * RUN) + word
+    RUNS: gl.constexpr = S.shares * PARTS
+    runs = ()
+    for run in gl.static_range(RUNS):
+        first = (run // PARTS * WARPS * PARTS + run % PARTS) * RUN
+        if S.masked:
+            value = gl.load(vector + k + first, k + first < S.inputs, 0.0)
+        else:
+            value = gl.load(vector + k + first)
+        runs = runs + (value,)
+    return runs
+
+
+@gluon.jit
+def _norm_row(values, weights, eps, S: gl.constexpr):
+    """Returns the RMSNorm of one row, given and returned as runs [WARPS, R], in shared memory."""
+    RUNS: gl.constexpr = S.shares * PARTS
+    dtype: gl.constexpr = values[0].dtype
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    square = values[0].to(gl.float32) * values[0].to(gl.float32)
+    for run in gl.static_range(1, RUNS):
+        value = values[run].to(gl.float32)
+        square += value * value
+    factor = gl.rsqrt(gl.sum(gl.sum(square, 1), 0) / S.inputs + eps)
+    normed = ()  # a buffer for each: between stores to parts of one there would be barriers
+    for run in gl.static_range(RUNS):
+        value = values[run].to(gl.float32) * factor * weights[run].to(gl.float32)
+        normed = normed + (
+            gl.allocate_shared_memory(dtype, values[run].shape, layout, value.to(dtype)),
+        )
+    return normed
 
 
 @gluon.jit
@@ -335,13 +361,13 @@ def _next_items(
 
 @gluon.jit
 def _multiply_shares(
-    items, totals, x, packed, scales, tile, programs, rows, x_stride, S: gl.constexpr,
+    items, totals, x, normed, packed, scales, tile, programs, rows, x_stride, S: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
     """Returns totals plus the products of several units of each warp, and the items after them."""
     SHARES: gl.constexpr = S.shares
     for share in gl.static_range(SHARES):
-        runs = _load_x(x, share, rows, x_stride, S, mma)
+        runs = _load_x(x, normed, share, rows, x_stride, S, mma)
         totals = _multiply(items[0], runs, _sum_x(runs, S, mma), totals, S, mma)
         items = _next_items(items, packed, scales, tile, programs, share, S, mma)
     return totals, items
@@ -388,15 +414,17 @@ def _kernel(
     for ahead in gl.static_range(DEPTH):
         tile = first + ahead // S.shares * programs
         items = items + (_load_item(packed, scales, tile, ahead % S.shares, S, mma),)
+    if HAS_NORM:
+        weights = _load_row(norm, S)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # with one unit for a warp x stays in registers
-    runs = _load_x(x, 0, rows, x_stride, S, mma)
-    factor = 1.0
+    normed = None
     if HAS_NORM:
-        factor, runs = _norm_x(x, norm, runs, eps, S, mma)
-    sums = _sum_x(runs, S, mma)
+        normed = _norm_row(_load_row(x, S), weights, eps, S)
+    if S.shares == 1:  # x stays in registers
+        runs = _load_x(x, normed, 0, rows, x_stride, S, mma)
+        sums = _sum_x(runs, S, mma)
 
     layout: gl.constexpr = gl.BlockedLayout(
         [WARPS // 4, 1, 1], [4, 8, 1], [1, max(1, WARPS // 8), min(8, WARPS)], [1, 0, 2]
@@ -423,11 +451,10 @@ def _kernel(
                     totals = _multiply(items[0], runs, sums, totals, S, mma)
                 else:
                     totals, items = _multiply_shares(
-                        items, totals, x, packed, scales, tile, programs, rows, x_stride, S, mma
-                    )
+                        items, totals, x, normed, packed, scales, tile, programs, rows, x_stride,
+                        S, mma,
+                    )  # fmt: skip
                 sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
-                if HAS_NORM:
-                    sum_low, sum_high = sum_low * factor, sum_high * factor
                 if HAS_RESIDUAL:
                     sum_low += added_low.to(gl.float32)
                     sum_high += added_high.to(gl.float32)
@@ -473,7 +500,7 @@ def few_rows_grouped(
     if not supports(x, weight):
         raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
     config = config or few_rows_grouped_config(weight)
-    if norm_weight is not None and not fuses_norm(rows, weight, x.dtype, config):
+    if norm_weight is not None and not fuses_norm(rows, weight):
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     added = out if residual is None else residual
     _kernel[(min(weight.width // TILE, config.programs * multiprocessors(x.device)),)](

@@ -164,7 +164,7 @@ def row_cases(
             yield Case("grouped", name, label, runs, size, flops, checked(run))
     yield from hopper_cases(name, scheme, x, weights, given, out, checked, size, flops, tune)
     for variant, few_rows in few_rows_configs(x, weight, tune):
-        is_fused = norm is not None and fuses_norm(rows, weight, x.dtype, few_rows)
+        is_fused = norm is not None and fuses_norm(rows, weight)
         # without the norm, which is a launch of its own then, and with it
         for kept, pdl in itertools.product((None, norm) if is_fused else (None,), (False, True)):
 

@@ -42,6 +42,7 @@ def decode_arguments(
     has_sinks: bool = False,
     paired: bool = False,
     joined: int = 1,
+    early: bool = False,
 ) -> dict[str, Any]:
     """Returns the arguments of the kernel that `launch_decode` launches for Qwen3's heads and
     queries in bf16."""
@@ -66,7 +67,9 @@ def decode_arguments(
         "rotation": rotation.arguments if projected else None, "prefix": None,
         "joined_rows": empty(torch.int32) if joined > 1 else None,
         "SHAPE": shape, "ROTATION": rotation.config if projected else None,
-        "TILES": DecodeTiles(16, config.tile, joined, 0, splits, fp16_operands, paired, paired),
+        "TILES": DecodeTiles(
+            16, config.tile, joined, 0, splits, fp16_operands, paired, paired, early
+        ),
         "PREFIX": None, "FIELDS": PLAN_FIELDS, "PDL": True,
     }  # fmt: skip
 
@@ -153,6 +156,24 @@ def test_heads_of_512_compile() -> None:
             query_starts=empty(torch.int32), ROWS=config.rows, TILE=config.tile, WINDOW=0, PDL=True,
         )  # fmt: skip
         assert kernel.metadata.shared < SHARED_MEMORY
+
+
+@pytest.mark.parametrize("is_float8", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_first_tiles_are_asked_for_before_the_wait(is_float8: bool) -> None:
+    """With few rows; else the kernel waits before it copies anything to shared memory."""
+    options = {"is_float8": is_float8, "fp16_operands": is_float8, "paired": is_float8}
+    copies = []
+    for early in (False, True):
+        ptx = compiled(4, projected=True, early=early, **options)
+        before, after = ptx.split("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" not in before
+        assert "cp.async.cg" in before + after
+        copies.append(before.count("cp.async.cg"))
+    config = decode_config(HEAD_SIZE, 1 if is_float8 else 2)
+    tile_bytes = config.tile * HEAD_SIZE * (1 if is_float8 else 2)
+    of_a_tile = 2 * tile_bytes // (16 * 32 * config.num_warps)  # of a thread, 16 bytes each
+    assert copies[0] == 0
+    assert copies[1] >= 2 * of_a_tile
 
 
 @pytest.mark.parametrize("is_float8", [pytest.param(False, marks=pytest.mark.extended), True])

@@ -19,7 +19,6 @@ from aioinfer.kernels.few_rows_grouped import (
     _kernel,
     few_rows_grouped,
     few_rows_grouped_config,
-    fuses_norm,
     supports,
 )
 from aioinfer.kernels.grouped_weight import PackedGroups
@@ -84,14 +83,19 @@ def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
     assert kernel.metadata.shared <= 16 * 1024
 
 
-def test_the_norm_of_one_row_is_part_of_the_kernel() -> None:
+@pytest.mark.parametrize("config", [FewRowsGroupedConfig(16, 2), FewRowsGroupedConfig(8, 2, 2)])
+def test_the_norm_of_one_row_is_part_of_the_kernel(config: FewRowsGroupedConfig) -> None:
+    """Its weights are loaded before the wait for the preceding kernel; of x only what the norm
+    takes is loaded from memory."""
     weight = weight_of(24576, 4096)
-    config = FewRowsGroupedConfig(16, 2)
-    assert fuses_norm(1, weight, torch.bfloat16, config)
-    assert not fuses_norm(1, weight, torch.bfloat16)  # two warps would have to share x
     kernel = compile_kernel(weight, config, normed=True, gated=True)
     check_fits(kernel, spilled=64)
-    assert count_loads(kernel.asm["ptx"])["v4.b32"] == 4 * 4 + 2 * 8  # the norm's weights like x
+    ptx = kernel.asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait")
+    numbers = weight.inputs // (32 * config.warps)  # of a thread, two a load
+    assert before.count("ld.global.b32") == 4 * config.depth + numbers // 2
+    assert after.count("ld.global.v4.b32") == 4 * 2  # words of the items that come next
+    assert kernel.metadata.shared <= 2 * weight.inputs + 16 * 1024
 
 
 @pytest.mark.parametrize(("group", "inputs"), [(32, 4096), (64, 320), (384, 768), (None, 1000)])

@@ -136,11 +136,14 @@ def projected_error(
     block_size: int = 16,
     **options: Any,
 ) -> float:
-    """Returns the largest error of decodes that read and rotate a projection."""
-    case = AttentionCase(
-        rows, 6, 2, 64, block_size, torch.float32, "cpu", config=SMALL, programs=5, **options
-    )
-    return max(map(error, projected_attention(case, rotation)))
+    """Returns the largest error of decodes that read and rotate a projection: with few programs,
+    and with so many that they load keys before a row begins."""
+    given = {"dtype": torch.float32, "device": "cpu", "config": SMALL} | options
+    cases = [
+        AttentionCase(rows, 6, 2, 64, block_size, programs=programs, **given)
+        for programs in (5, 4 * len(rows))
+    ]
+    return max(error(pair) for case in cases for pair in projected_attention(case, rotation))
 
 
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
@@ -338,8 +341,9 @@ def test_pairs_of_channels(head_size: int) -> None:
 def test_pairs_of_channels_with_options() -> None:
     more = {"window": 20, "soft_cap": 5.0, "has_sinks": True}
     assert attention_error(PAIRED_ROWS, 6, 2, 64, 32, **PAIRED, **more) < 2e-3
-    case = AttentionCase(PAIRED_ROWS, 6, 2, 64, 16, device="cpu", programs=5, **PAIRED)
-    assert error(projected_attention(case, RotationCase(64, normed=True))[0]) < 5e-3
+    for programs in (5, 4 * len(PAIRED_ROWS)):
+        case = AttentionCase(PAIRED_ROWS, 6, 2, 64, 16, device="cpu", programs=programs, **PAIRED)
+        assert error(projected_attention(case, RotationCase(64, normed=True))[0]) < 5e-3
 
 
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])

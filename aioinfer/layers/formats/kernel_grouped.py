@@ -183,7 +183,7 @@ class KernelGroupedWeight(GroupedWeight):
         rows, weight = len(x), self._loaded
         options = _options(epilogue, rows)
         if few_rows_supports(x, weight):
-            norms = self._input_order is None and fuses_norm(rows, weight, x.dtype)
+            norms = self._input_order is None and fuses_norm(rows, weight)
             fuses = _FUSES | {"norm"} if norms else _FUSES
             yield Candidate(_FEW_ROWS, few_rows_grouped_config(weight), fuses)
         is_for_hopper = MAX_FEW_ROWS < rows <= MAX_ROWS and hopper_supports(x, weight, **options)
