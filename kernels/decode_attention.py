@@ -100,9 +100,9 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
 
 
 def _loads_early(rows: int, kv_heads: int, programs: int) -> bool:
-    """Whether programs ask for keys and values before a row begins. Of one stream that takes 2 us
-    from a launch on an H200. But the queries then come into being within the loop over tiles, where
-    each step converts them to the layout of the product: programs that begin many rows take longer
+    """Whether programs ask for keys and values before a row begins. With one row a launch ends 2 us
+    earlier on an H200. But the queries are computed within the loop over tiles then, and each step
+    converts them to the layout of the product: programs that begin many rows take longer
     (notes/decode-attention.md)."""
     return 2 * rows * kv_heads <= programs
 
@@ -324,8 +324,9 @@ def _attend(
     added. Only keys among the first `cached` of `seq_len` count; of `joined` rows that are computed
     together these are the last one's.
 
-    `start` are the arguments of `_start_row`, which has been called, or is called with TILES.early
-    once the first tiles are asked for; a program's first row then waits for the kernel before."""
+    `start` is the argument of `_start_row`, which has been called; or, with TILES.early, is called
+    once the first tiles are asked for. A program then waits for the kernel before at its first row.
+    """
     _, table, _, head, lines, cached, _, scale, cache = start
     keys, values, k_strides, v_strides = _tile_source(cache, TILES)
     member, heads, is_head = lines

@@ -154,12 +154,7 @@ class SymbolicWorker:
         )  # fmt: skip
         if lookahead is not None:
             rows = self._resolve(rows, lookahead)
-        # every row writes before any reads, as in a layer: a row may share a block that another
-        # fills in this very step
-        for slot, start, length, _ in rows:
-            self._write(slot, start, length)
-        for slot, start, length, _ in rows:
-            self._check_keys(slot, start, length)
+        self._compute_keys(rows, has_lookahead=lookahead is not None)
         offsets = [0] * len(rows) if lookahead is None else lookahead.offsets.tolist()
         firsts = [row[:3] for row, offset in zip(rows, offsets, strict=True) if not offset]
         kept = {row[0] for row, offset in zip(rows, offsets, strict=True) if offset}
@@ -343,6 +338,24 @@ class SymbolicWorker:
         table = self.tables[group * self.max_num_seqs + slot]
         assert index in table, f"slot {slot} has no block {index} in group {group}"
         return self.caches[group][table[index]]
+
+    def _compute_keys(self, rows: list[tuple[int, int, int, int]], *, has_lookahead: bool) -> None:
+        """Writes the keys of rows, and checks those that they read.
+
+        Rows may share a block that another one fills in this very step: rows of several tokens
+        write before any row reads. Rows of one token write their keys while the others read,
+        unless rows look ahead (`kernels.decode_attention`).
+        """
+        single = [row[:3] for row in rows if row[2] == 1 and not has_lookahead]
+        for slot, start, length, _ in rows:
+            if length > 1 or has_lookahead:
+                self._write(slot, start, length)
+        for slot, start, _ in single:
+            self._check_keys(slot, start, 0)
+        for row in single:
+            self._write(*row)
+        for slot, start, length, _ in rows:
+            self._check_keys(slot, start, length)
 
     def _write(self, slot: int, start: int, length: int) -> None:
         prefixes = self._prefixes(slot, start + length)

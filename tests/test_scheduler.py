@@ -356,6 +356,23 @@ def test_prefix_cache_hit_leaves_one_token_to_compute():
     assert (first.num_cached, again.num_cached, longer.num_cached) == (0, 28, 32)
 
 
+@pytest.mark.parametrize("generates", [False, True])
+def test_a_row_of_one_token_reads_no_key_that_another_one_writes_in_the_same_step(generates):
+    """The last token of a block is computed by a row of its own, of a prompt or of a text."""
+    harness = Harness(token_budget=7, prefill_cap=7, depth=1)
+    prompt = list(range(7)) if generates else list(range(8))
+    first = make_request("first", prompt, 4)
+    harness.add(first)
+    harness.step()
+    longer = make_request("longer", [*first.tokens.tolist()[:8], 1], 4)
+    harness.add(longer)
+    harness.end(first, longer)
+    assert longer.num_cached == 4
+    beside = harness.plans[1]
+    assert beside.starts.tolist() == [7, 4]
+    assert beside.lengths.tolist() == [1, 5]
+
+
 def test_a_plan_carries_a_bounded_number_of_bytes(monkeypatch):
     """Here two requests of 30 tokens fill it."""
     size = RECORD.itemsize + 30 * 4 + 8 * GROWTH_BYTES

@@ -182,7 +182,10 @@ class RunningRequests:
         if tokens > 1 or end <= request.prompt_len:
             self.num_prefill -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
-            self.kv_cache.commit(request)
+            # a row of one token writes its key while other rows of one token read theirs: a block
+            # that it fills is for later steps
+            if tokens > 1:
+                self.kv_cache.commit(request)
             if self.kv_cache.frees_early:
                 self.note_advance(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
