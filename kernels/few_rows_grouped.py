@@ -14,10 +14,15 @@ before the wait for the preceding kernel.
 The warps of a program divide the inputs among themselves, unit by unit; their sums are added by way
 of shared memory, in a fixed order.
 
+One row may pass through an RMSNorm first. Each program norms it by itself, with the norm's weights
+loaded before the wait, and keeps the result in shared memory: so no launch stands between two
+products, and the second one asks for its first weights while the first one runs.
+
 An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below the bits of
 128 (1024), see `grouped_product`; here the offset and the zero point are subtracted from the sum of
 a group: sum((128 + q) x) - (128 + zero) sum(x), where sum(x) is a product with ones, computed once
-for all output features of a program. In float32 this costs five (eight) bits of 24.
+for all output features of a program if each warp has one unit of inputs, and otherwise with each
+tile. In float32 this costs five (eight) bits of 24.
 """
 # ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
 # unpack tuples)
