@@ -21,6 +21,7 @@ export class Chat {
   #conversation = new Conversation();
   #calls = null; // those of the last answer, while their results are being written
   #running = new Set(); // the answers that are coming
+  #isLeft = false; // whether the page is being left: requests fail then, for no other reason
   #store;
   #onChange;
   #actions = {
@@ -49,6 +50,8 @@ export class Chat {
       event.preventDefault();
       if (this.#calls) this.#ask(this.#calls.results());
     });
+    addEventListener("pagehide", () => (this.#isLeft = true));
+    addEventListener("pageshow", () => (this.#isLeft = false)); // also when the user comes back
   }
 
   /** Lets the user write, once it is known what the server serves (`/page/info`). */
@@ -166,6 +169,7 @@ export class Chat {
    * Nothing came of a request: what was said is not part of the conversation, and can be sent again.
    */
   #giveBack(turn, conversation, { added, prompt }) {
+    if (this.#isLeft) return; // what was said is kept, and has no answer yet
     if (added && conversation.get(added.id)) conversation.remove(added.id);
     this.#keep(conversation);
     if (this.#conversation !== conversation) return;

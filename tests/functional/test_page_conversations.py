@@ -98,6 +98,26 @@ async def test_a_reload_keeps_the_settings_and_a_message_without_answer(
     assert await page.run(shown) == "none"
 
 
+async def test_a_page_that_is_left_removes_no_message(page: Page, script: Script) -> None:
+    """Its request fails then, which it must not take for a refusal: the removal would often be lost
+    with the page, but not always."""
+    await page.run(
+        """{
+        const { delete: before } = IDBObjectStore.prototype;
+        IDBObjectStore.prototype.delete = function (key) {
+            localStorage.setItem("removed", key);
+            return before.call(this, key);
+        };
+        localStorage.removeItem("removed");
+        }"""
+    )
+    await say(page, "Are you there?")
+    await page.until(f"{TITLES}.join() === 'Are you there?'")
+    await reload(page)
+    await page.until("[...$$('button')].some((b) => b.textContent === 'Answer')")
+    assert await page.run("localStorage.getItem('removed')") is None
+
+
 async def test_a_refusal_leaves_the_answer_that_was_to_be_given_once_more(
     page: Page, script: Script
 ) -> None:
