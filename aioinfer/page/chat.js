@@ -80,8 +80,7 @@ export class Chat {
 
   /** Sends what the user wrote; returns whether it was sent. */
   #sendPrompt(content) {
-    const results = this.#calls?.results(true) ?? [];
-    return this.#ask([...results, { role: "user", content }], content);
+    return this.#ask([...(this.#calls?.results(true) ?? []), { role: "user", content }], content);
   }
 
   /** Adds messages to the conversation and has them answered. */
@@ -89,10 +88,7 @@ export class Chat {
     const settings = this.#running.size ? null : this.#composer.settings.read();
     if (!settings) return false;
     const conversation = this.#conversation;
-    const first = conversation.last.id;
-    const nodes = [];
-    for (const message of messages)
-      nodes.push(conversation.add(nodes.at(-1)?.id ?? first, message));
+    const nodes = messages.map((message) => conversation.add(conversation.last.id, message));
     this.#calls?.close(true);
     this.#keep(conversation); // before the answer comes: a reload may come first
     const turn = this.#newTurn(prompt ? nodes.at(-1) : null);
