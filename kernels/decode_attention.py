@@ -8,10 +8,9 @@ results in turn (`store_part`), always in the same order.
 The kernel can take the output of the fused qkv projection as it is (`Projection`): each program
 applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
 with the row's newest key as well, starts its softmax with it, and writes it to the cache. That
-saves a launch and a round trip through memory in every layer of a decode step. Where the step
-caches no other keys, those before the newest are there when it begins. So with few rows
-(`_loads_early`) a program asks for its first tiles before the kernel before has ended, and begins
-the row behind them: only the newest token is waited for.
+saves a launch and a round trip through memory in every layer of a decode step. Where earlier steps
+have cached all other keys, a step with few rows (`_loads_early`) loads the first tiles of keys and
+values before the preceding kernel, which computes the projection, has ended.
 
 Where many rows share a prefix, its keys may be read once for all of them (`cascade_attention`): a
 row then begins behind the prefix, with the softmax's state of the prefix.
@@ -72,8 +71,8 @@ class DecodeTiles(NamedTuple):
         fp16_operands, paired: whether keys and values are converted to float16, and read as words
             of two channels: see `DecodeConfig`.
         by_assembly: see `paired_channels`.
-        early: whether the first tiles of a row are asked for before the row begins: see
-            `_loads_early`.
+        early: whether the loads of a row's first tiles are issued before its projection is read:
+            see `_loads_early`.
     """
 
     rows: int
@@ -84,7 +83,7 @@ class DecodeTiles(NamedTuple):
     fp16_operands: bool
     paired: bool
     by_assembly: bool
-    early: bool = False
+    early: bool
 
 
 def _uses_fp16(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor) -> bool:
@@ -100,10 +99,10 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
 
 
 def _loads_early(rows: int, kv_heads: int, programs: int) -> bool:
-    """Whether programs ask for keys and values before a row begins. With one row a launch ends 2 us
-    earlier on an H200. But the queries are computed within the loop over tiles then, and each step
-    converts them to the layout of the product: programs that begin many rows take longer
-    (notes/decode-attention.md)."""
+    """Whether programs issue the loads of a row's first tiles before they read its projection. With
+    one row a launch ends 2 us earlier on an H200. But the queries are then computed within the loop
+    over tiles, and each iteration converts them to the layout of the product: programs with many
+    rows take longer (notes/decode-attention.md)."""
     return 2 * rows * kv_heads <= programs
 
 
@@ -324,8 +323,9 @@ def _attend(
     added. Only keys among the first `cached` of `seq_len` count; of `joined` rows that are computed
     together these are the last one's.
 
-    `start` is the argument of `_start_row`, which has been called; or, with TILES.early, is called
-    once the first tiles are asked for. A program then waits for the kernel before at its first row.
+    `start` is the argument of `_start_row`. With TILES.early, `query` and the state are those of
+    `_empty_state`, and `_start_row` is called within the loop, behind the loads of the first tiles;
+    a program's first row waits there for the preceding kernel.
     """
     _, table, _, head, lines, cached, _, scale, cache = start
     keys, values, k_strides, v_strides = _tile_source(cache, TILES)
@@ -336,7 +336,7 @@ def _attend(
     TILE: tl.constexpr = TILES.tile
     last = tl.minimum(end, (cached + TILE - 1) // TILE)
     if TILES.early:
-        last = tl.maximum(last, begin + 1)  # a row begins also where no key is cached
+        last = tl.maximum(last, begin + 1)  # one iteration even where no key is cached
     if TILES.paired:
         q_even, q_odd = split_channels(query)
         even, odd = split_channels(acc)
@@ -387,7 +387,7 @@ def _norm_weights(rotation, SHAPE: tl.constexpr, ROTATION: tl.constexpr):
 
 
 @triton.jit
-def _no_row(queries, SHAPE: tl.constexpr, TILES: tl.constexpr):
+def _empty_state(queries, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Returns queries [TILES.rows, SHAPE.pad] that are zero, and the state m, l and acc of a
     softmax that has seen no key."""
     ROWS: tl.constexpr = TILES.rows
@@ -407,16 +407,19 @@ def _start_row(
     """Returns the queries [TILES.rows, SHAPE.pad] of a row, or of joined ones, and the state of the
     softmax before the keys of the cache: empty, or that of `_begin_row`, which has the newest key.
 
-    `start`: of the queries, see `_decode_kernel`; the row's block table; the row and the KV head;
-    of each line of the tile of queries the row among the joined rows, the query head, and whether
-    there is such a one; how many keys are cached; whether the newest one is added; the factor of
-    scores; the cache.
+    `start` is (queries, table, row, head, lines, cached, is_last, scale, cache):
+        queries: projection or queries, its stride, positions, their stride, rotation, and norms.
+        table: the row's block table. row, head: the row and the KV head.
+        lines: of each line of the tile of queries the row among the joined rows, the query head,
+            and whether the line has a query.
+        cached: how many keys are cached. is_last: whether the newest key is added.
+        scale: of the scores.
     """
     PAD: tl.constexpr = SHAPE.pad
     queries, table, row, head, lines, cached, is_last, scale, cache = start
     q, q_stride, positions, axis_stride, rotation, norms = queries
     line = q + row.to(tl.int64) * q_stride
-    query, m, l, acc = _no_row(queries, SHAPE, TILES)
+    query, m, l, acc = _empty_state(queries, SHAPE, TILES)
     if ROTATION is not None:
         query, m, l, acc = _begin_row(
             line, table, row, cached, head, is_last, positions, axis_stride, rotation, norms, m, l,
@@ -493,7 +496,7 @@ def _decode_kernel(
             queries, table, row, head, lines, cached, (end == tiles) & (seq_len > 0), scale, cache,
         )  # fmt: skip
         if TILES.early:
-            query, m, l, acc = _no_row(queries, SHAPE, TILES)
+            query, m, l, acc = _empty_state(queries, SHAPE, TILES)
         else:
             query, m, l, acc = _start_row(start, scores.soft_cap, SHAPE, ROTATION, TILES)
         if prefix is not None:  # noqa: SIM102  (`shared` exists with it only)
@@ -532,7 +535,7 @@ def launch_decode(
     scores: ScoreArguments,
     scales: torch.Tensor | None = None,
     projection: Projection | None = None,
-    only_newest: bool = False,
+    older_keys_cached: bool = False,
     pdl: bool = False,
 ) -> None:
     """Launches the decode kernel; arguments as checked by `paged_attention`."""
@@ -548,7 +551,7 @@ def launch_decode(
             fp16_operands=fp16_operands, pdl=pdl,
         )  # fmt: skip
     programs = workspace.plan.shape[0]
-    may_be_early = only_newest and projection is not None and cascade is None
+    may_be_early = older_keys_cached and projection is not None and cascade is None
     tiles = DecodeTiles(
         tile_lines(shape.group), config.tile, workspace.max_joined, workspace.window,
         workspace.splits, fp16_operands,

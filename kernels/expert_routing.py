@@ -197,9 +197,10 @@ def tile_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConf
         return RoutingConfig(16, part, 64 if wide else 256, 4, 4, by_keys=True)
     is_many = num_experts > _MANY_EXPERTS
     if tokens <= 256:
-        # in a step the router's weight comes from memory, not from the L2 cache: larger stages
-        large = is_many == (tokens <= 128)
-        step, stages = (64, 4) if wide else (512, 3) if large else (256, 4)
+        # measured for 128 experts within a step, where their weight is read from memory; for 256
+        # as a kernel alone
+        is_large = tokens <= 128 if is_many else tokens > 128
+        step, stages = (64, 4) if wide else (512, 3) if is_large else (256, 4)
         return RoutingConfig(16, 16, step, 4, stages, by_keys=True)
     if tokens <= 16 * MAX_SHARED_TILES:
         return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4, by_keys=is_many)

@@ -15,8 +15,8 @@ The warps of a program divide the inputs among themselves, unit by unit; their s
 of shared memory, in a fixed order.
 
 One row may pass through an RMSNorm first. Each program norms it by itself, with the norm's weights
-loaded before the wait, and keeps the result in shared memory: so no launch stands between two
-products, and the second one asks for its first weights while the first one runs.
+loaded before the wait, and keeps the result in shared memory: no launch separates two products, and
+the second one loads its first weights while the first one runs.
 
 An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below the bits of
 128 (1024), see `grouped_product`; here the offset and the zero point are subtracted from the sum of
@@ -44,7 +44,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Columns of an mma instruction.
 MAX_ROWS = 8
-#: Inputs of a row that a program norms, which it holds in registers.
+#: The maximum of inputs of a row that is normed: each program holds the row in registers.
 MAX_NORMED_INPUTS = 16384
 PARTS = gl.constexpr(4)  # runs of a unit
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -200,8 +200,8 @@ def _unit_of(warp, share, S: gl.constexpr):
 @gluon.jit
 def _load_x(x, normed, share, rows, stride, S: gl.constexpr, mma: gl.constexpr):
     """Returns x for each run of each warp's unit number `share`, right operands [WARPS, R, 8], of
-    which columns beyond the last row repeat it; of one row `normed` may be what `_norm_row`
-    returned, and else None."""
+    which columns beyond the last row repeat it. Of one row that is normed, `normed` is the result
+    of `_norm_row`; else it is None."""
     RUN: gl.constexpr = S.run
     WARPS: gl.constexpr = S.warps
     wide: gl.constexpr = gl.DotOperandLayout(1, mma, RUN // 8)

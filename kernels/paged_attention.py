@@ -68,7 +68,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     projection: Projection | None = None,
-    only_newest: bool = False,
+    older_keys_cached: bool = False,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -102,8 +102,9 @@ def paged_attention(
             with every token between the key and the query (ALiBi); None for none. The workspace has
             no cascade then, and the plan is not for `prefill_hopper`.
         projection: the projected queries, keys and values of the decodes, one line a row.
-        only_newest: with a projection, whether earlier steps have cached all keys and values of the
-            decodes but their newest ones: then some are read before the kernel before has ended.
+        older_keys_cached: with a projection, whether earlier steps have cached all keys and values
+            of the decodes but the newest ones: some are then read before the preceding kernel has
+            ended.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel
             must not be `plan_decode`, whose plan is read before waiting for it.
@@ -134,7 +135,8 @@ def paged_attention(
     if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
-            scores=scores, scales=scales, projection=projection, only_newest=only_newest, pdl=pdl,
+            scores=scores, scales=scales, projection=projection,
+            older_keys_cached=older_keys_cached, pdl=pdl,
         )  # fmt: skip
     if num_decodes is None or num_decodes < seq_lens.shape[0]:
         if prefill_plan is None:

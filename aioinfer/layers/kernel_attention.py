@@ -231,8 +231,8 @@ class KernelAttention:
         return paged_attention(
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=workspace,
-            prefill_plan=self._prefill, projection=projection, only_newest=first == len(qkv),
-            pdl=self._pdl, **self._options,
+            prefill_plan=self._prefill, projection=projection,
+            older_keys_cached=first == len(qkv), pdl=self._pdl, **self._options,
         )  # fmt: skip
 
     def attend_sampled(self, qkv: torch.Tensor, step: Step, sampled: SampledRows) -> torch.Tensor:

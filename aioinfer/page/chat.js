@@ -21,7 +21,7 @@ export class Chat {
   #conversation = new Conversation();
   #calls = null; // those of the last answer, while their results are being written
   #running = new Set(); // the answers that are coming
-  #isLeft = false; // whether the page is being left: requests fail then, for no other reason
+  #isLeft = false; // whether the page is being left, which ends its requests
   #store;
   #onChange;
   #actions = {

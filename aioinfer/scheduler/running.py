@@ -182,8 +182,8 @@ class RunningRequests:
         if tokens > 1 or end <= request.prompt_len:
             self.num_prefill -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
-            # a row of one token writes its key while other rows of one token read theirs: a block
-            # that it fills is for later steps
+            # Decode attention writes the key of a row of one token in the launch in which it reads
+            # other such rows' keys, so a block that such a row fills is committed after the step.
             if tokens > 1:
                 self.kv_cache.commit(request)
             if self.kv_cache.frees_early:

@@ -159,7 +159,7 @@ def test_heads_of_512_compile() -> None:
 
 
 @pytest.mark.parametrize("is_float8", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_first_tiles_are_asked_for_before_the_wait(is_float8: bool) -> None:
+def test_first_tiles_are_loaded_before_the_wait(is_float8: bool) -> None:
     """With few rows; else the kernel waits before it copies anything to shared memory."""
     options = {"is_float8": is_float8, "fp16_operands": is_float8, "paired": is_float8}
     copies = []

@@ -223,9 +223,9 @@ def cached(
 
 
 def projected_attention(case: AttentionCase, rotation_case: RotationCase) -> list[Pair]:
-    """Runs decodes from a `Projection`, with norm, RoPE and KV write in the attention kernel,
-    whose older keys are there before. Returns the output and the caches beside those of the
-    references, one operation after the other."""
+    """Runs decodes from a `Projection`, with norm, RoPE and KV write in the attention kernel; all
+    older keys are cached before. Returns the output and the caches beside those of the references,
+    one operation after the other."""
     device, dtype, heads = case.device, case.dtype, case.q_heads + 2 * case.kv_heads
     lens = torch.tensor([keys for _, keys in case.rows], dtype=torch.int32, device=device)
     width = max(1, -(-int(lens.max()) // case.block_size))
@@ -249,8 +249,8 @@ def projected_attention(case: AttentionCase, rotation_case: RotationCase) -> lis
         qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
         *caches, tables, starts, lens,
         num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
-        projection=Projection(qkv, rotation, positions, shifts), only_newest=True, scales=scales,
-        sinks=sinks, slopes=slopes,
+        projection=Projection(qkv, rotation, positions, shifts), older_keys_cached=True,
+        scales=scales, sinks=sinks, slopes=slopes,
     )  # fmt: skip
     assert not workspace.parts.counters.any()
     last = (lens - 1).clamp(min=0).long()
